@@ -39,6 +39,7 @@ from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.runtime import PairReading
 
 CHATS, PREFIX, FOLLOWING = 24, 384, 64  # conversations of each kind; tokens of each
 TRAINING_CHATS, JUDGING_SEED = 6000, 1  # `pair` trains on the conversations of seed 0
@@ -228,13 +229,13 @@ class Item:
     def rows(self) -> int:
         return int(self.kept["sk"].shape[1])
 
-    def reading(self, native: int = 0) -> gradients.TorchReading:
+    def reading(self, native: int = 0) -> PairReading:
         """In the form that the package's passes take, with the target's first layers."""
         kept = self.kept
         sample = Sample(tuple(kept["p"]), tuple(kept["c"]))
         own = States(tuple(kept["tk"][:native]), tuple(kept["tv"][:native]))
         states = States(tuple(kept["sk"]), tuple(kept["sv"]))
-        return gradients.TorchReading(sample, states, own, kept["teacher"])
+        return PairReading(sample, states, own, kept["teacher"])
 
 
 def entries_of(

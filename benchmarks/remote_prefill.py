@@ -131,7 +131,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         ends = [kv.load(folders[0]), kv.load(folders[1]), kv.load_translator(folders[2])]
         with served(folders[0], args) as port:
             network = Network(port)
-            source = kv.connect(network.address, sent=args.sent, patience=60.0)
+            source = kv.connect(network.address, patience=60.0)
             ways = {"streamed": args.chunks, "after": 1}
             here: dict[str, list[Any]] = {way: [] for way in ways}
             far: dict[tuple[str, float], list[Any]] = {}
@@ -171,7 +171,7 @@ def laid_out(
         row["gain"] = row["after"]["ttft_s"] - row["streamed"]["ttft_s"]
         row["formula_gain"] = row["after"]["formula_s"] - row["streamed"]["formula_s"]
         rows.append(row)
-    received = {"sent": first.sent, "bytes": first.bytes, "tokens": first.tokens}
+    received = {"bytes": first.bytes, "tokens": first.tokens}
     return {"local": each, "received": received, "rows": rows}
 
 
@@ -182,7 +182,6 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--sent", default="fewest")
     parser.add_argument("--rates", type=float, nargs="+", default=[10, 20, 40, 80, 160],
                         help="MB a second")  # fmt: skip
     parser.add_argument("--pace", type=float, nargs=2, help="seconds of reading and translating")
@@ -196,7 +195,7 @@ def main() -> None:
     warnings.simplefilter("ignore", KVLingoWarning)  # the translator is random
     results = measured(args)
     received = results["received"]
-    print(f"{received['bytes'] / received['tokens']:,.0f} bytes a token ({received['sent']})")
+    print(f"{received['bytes'] / received['tokens']:,.0f} bytes a token")
     for row in results["rows"]:
         told = "  ".join(
             f"{way} {row[way]['ttft_s']:.2f} s (formula {row[way]['formula_s']:.2f})"

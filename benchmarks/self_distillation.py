@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not in
 
 from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx.cuda import model as torch_model
-from kvlingo_mlx.cuda.gradients import TorchReading
 from kvlingo_mlx.cuda.pair import TorchPair
 from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
@@ -43,6 +42,7 @@ from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.distill import Distillation, Run
 from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.runtime import PairReading
 from kvlingo_mlx.translators import build
 
 NORMS = ("frobenius", "attention_mass")
@@ -59,9 +59,9 @@ TRAINED = (
 class Lockstep(TorchPair):
     """A pair that finds its readings where an earlier training of the same step left them."""
 
-    shared: dict[Sample, TorchReading] = field(default_factory=dict)
+    shared: dict[Sample, PairReading] = field(default_factory=dict)
 
-    def read(self, sample: Sample, config: TranslatorConfig, attends: bool = False) -> TorchReading:
+    def read(self, sample: Sample, config: TranslatorConfig, attends: bool = False) -> PairReading:
         if sample not in self.shared:
             self.shared[sample] = super().read(sample, config, attends)
         return self.shared[sample]
@@ -96,7 +96,7 @@ def run_seed(
         samples = fit_samples(pair[1], args.fit_dialogues, seed)
         fits[norm] = fitted(config, TorchPair(*twins), samples, norm)
         seconds[norm] = round(time.perf_counter() - started, 1)
-    readings: dict[Sample, TorchReading] = {}
+    readings: dict[Sample, PairReading] = {}
     kept = stream.held_out(args.validation)
     trainings = {}
     starts = {n: [Run(0.0, TorchPair(*twins).trainable(config, fits[n]))] for n in NORMS}

@@ -97,7 +97,7 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
              but("reprefill"), "alternated", "which translates nothing"),
     ),
     "Conversation.stream_reply": (
-        *_of(SamplingOptions, CacheOptions, DraftOptions),
+        *_of(SamplingOptions, DraftOptions),
         Need("first_token", "prefill", is_set, "a name"),
     ),
 }  # fmt: skip
@@ -130,7 +130,7 @@ KINDS: dict[str, Kind] = {
         "verbose enable_thinking lazy head_mixing state_maps eager verbatim overwrite force "
         "answers".split(), SWITCH),
     **dict.fromkeys(
-        "address revision capture norm system key sent name prefill reasoning".split(), TEXT),
+        "address revision capture norm system key name prefill reasoning".split(), TEXT),
     **dict.fromkeys(
         "prefill_model decode_model source target path_or_hf_repo".split(), MODEL),
     **dict.fromkeys("sampler progress say suits until".split(), FUNCTION),

@@ -21,6 +21,7 @@ from kvlingo_mlx.options import (
     Need,
     SamplingOptions,
     layers_of,
+    off,
     one_of,
     option,
     several,
@@ -39,6 +40,8 @@ class ChatOptions(WritingOptions, HealOptions, GuardOptions):
         Need("translator quantize use route on_missing eager offload native_layers heal "
              "guard allow_mismatch", "model", several,
              told="with one model; give --model NAME=MODEL twice or more"),
+        Need("system_prompt thinking verbatim", "resume", off,
+             why="which goes on with those that it was begun with"),
     )  # fmt: skip
     KEYS: ClassVar[str] = (
         "quantize on_missing on_full eager offload heal heal_share guard on_doubt sharded "
@@ -192,9 +195,7 @@ def _conversation(options: ChatOptions, models: dict[str, LanguageModel]) -> Con
         given |= options.some("guard on_doubt")
     if options.resume is not None:
         folder = os.path.expanduser(options.resume)
-        conversation = Conversation.resume(folder, models, translators, **given)
-        _check_settings(options, conversation)
-        return conversation
+        return Conversation.resume(folder, models, translators, **given)
     return Conversation(
         models,
         translators,
@@ -203,23 +204,3 @@ def _conversation(options: ChatOptions, models: dict[str, LanguageModel]) -> Con
         verbatim=bool(options.verbatim),
         **given,
     )
-
-
-def _check_settings(options: ChatOptions, conversation: Conversation) -> None:
-    """Refuse settings other than those that a resumed conversation was begun with."""
-    began, first = conversation.transcript, conversation.messages[:1]
-    system = next((m["content"] for m in first if m["role"] == "system"), None)
-    differ = [
-        f"{name} is {given!r}, and there it is {'not set' if found is None else repr(found)}"
-        for name, given, found in (
-            ("--system-prompt", options.system_prompt, system),
-            ("--thinking", options.thinking, began.switches.get("enable_thinking")),
-            ("verbatim", options.verbatim, began.verbatim),
-        )
-        if given is not None and given != found
-    ]
-    if differ:
-        raise ValueError(
-            f"the conversation in {options.resume} was begun with other settings: "
-            f"{'; '.join(differ)}; leave these options out, or begin a new conversation"
-        )

@@ -83,9 +83,7 @@ class Comparison:
         self.harness["decode"] = partial(decoder, batch_size=options.batch_size)
         self.prepare()
         self.named = self._translators()
-        self.line = self.line_up(
-            options.named_baselines, ways=self.ways, **options.some("native_layers allow_mismatch")
-        )
+        self.line = self.line_up(options.named_baselines)
 
     def load_models(self) -> tuple[Any, Any]:
         """The source and the target."""
@@ -137,11 +135,12 @@ class Comparison:
     def prepare(self) -> None:
         """Look at the models before any work."""
 
-    def line_up(self, baselines: Sequence[str], **more: Any) -> list[Condition]:
-        """The conditions: the translators beside baselines; ``more`` as for the package's."""
+    def line_up(self, baselines: Sequence[str]) -> list[Condition]:
+        """The conditions: the translators beside baselines."""
         from kvlingo_mlx.evaluation import lineup
 
-        return lineup.line_up(*self.models, self.named, baselines, **more)
+        native_layers = self.options.native_layers
+        return lineup.line_up(*self.models, self.named, baselines, native_layers, ways=self.ways)
 
     def outcomes(self) -> list[Outcome]:
         """What is found in all tasks; of lm-eval's first, since their data may be out of reach."""

@@ -19,7 +19,6 @@ from kvlingo_mlx.options import (
     SamplingOptions,
     but,
     off,
-    one_of,
     option,
 )
 
@@ -49,19 +48,13 @@ class GenerateVerb(WritingOptions, HandoverOptions, CacheOptions, DraftOptions, 
              why="which takes the prompt as it is"),
     )  # fmt: skip
     KEYS: ClassVar[str] = (
-        "quantize native_layers placement native_head native_tail native_middle heal heal_share "
+        "quantize native_layers native_head native_tail native_middle heal heal_share "
         "guard on_doubt ignore_chat_template kv_group_size quantized_kv_start num_draft_tokens "
         "memory_budget verbose"
     )
     prompt: str | None = option(None, "The prompt; - reads standard input.", "--prompt", "-p")
     messages_file: str | None = option(None, MESSAGES_HELP, "--messages")
     quantize: int | None = option(None, HOLD_IN_BITS, kind=BITS)
-    placement: str | None = option(
-        None,
-        "Under mlx.launch, the source is: replicated (whole on each machine), or sharded; default: "
-        "replicated where it fits.",
-        kind=one_of("replicated", "sharded"),
-    )
     system_prompt: str | None = option(None, "System message for the chat template.")
     ignore_chat_template: bool = option(False, "Take the prompt as raw text.")
     thinking: bool | None = None
@@ -107,11 +100,11 @@ def _models(options: GenerateVerb, asked: Any) -> tuple[LanguageModel, LanguageM
     from kvlingo_mlx.machines import here
 
     native, translator = options.strategy == "native", options.translator
-    if not here().several and options.placement is None:
+    if not here().several:
         budget = options.memory_budget  # by which the source decodes, and so is needed here
         source = options.source if budget else reached(options.source, options.strategy)
         return load_pair(source, options.target, asked, translator=translator, native=native)
-    pair = open_pair(options.source, options.target, asked, options.placement)
+    pair = open_pair(options.source, options.target, asked)
     read_together(pair[1:] if native else list(pair), pair, asked, translator)
     return pair
 

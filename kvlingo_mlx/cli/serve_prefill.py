@@ -14,9 +14,6 @@ from kvlingo_mlx.serving.settings import API_KEY, NetworkOptions, Settings
 @dataclass(frozen=True, kw_only=True)
 class ServePrefillOptions(NetworkOptions, VerbOptions):
     source: str
-    translator: list[str] | None = option(
-        None, "A translator to apply here; once a translator. Stored ones are found by themselves."
-    )
     port: int = option(8090, "Port to listen at; 0 takes a free one.")
     max_jobs: int = option(4, "Prompts that are read at once, in turns.")
 
@@ -32,14 +29,12 @@ def command(options: ServePrefillOptions) -> None:
         from kvlingo_mlx.serving import prefill, server
 
     from kvlingo_mlx.loading.models import load
-    from kvlingo_mlx.loading.translators import load_translator
 
     given = options.some("host port allow_anyone write_timeout log_level")
     key = options.api_key or os.environ.get(API_KEY)
     found = Settings(models={"source": options.source}, api_key=key, **given)
     server.log_to_stderr(found.log_level)
     model = load(options.source)
-    translators = [load_translator(name) for name in options.translator or []]
 
     def listening(url: str) -> None:
         say(f"{model.name} reads for others at {url} (Ctrl-C stops)")
@@ -47,4 +42,4 @@ def command(options: ServePrefillOptions) -> None:
         keep(options.json_file, "serve-prefill", {"source": model.name, **config}, {"url": url})
 
     with contextlib.suppress(KeyboardInterrupt):  # the usual end
-        prefill.serve(model, found, translators, options.max_jobs, listening)
+        prefill.serve(model, found, options.max_jobs, listening)

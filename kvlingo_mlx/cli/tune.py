@@ -62,7 +62,7 @@ def command(options: TuneOptions) -> None:
     layers = tuning.numbers(options.native_layers, depth)
     task = tuning.task_of(*models, options.data, options.limit, options.seed)
     tuning.check_bounds(task, options.min_recall)
-    line = tuning.line_up(*models, found, layers, **options.some("allow_mismatch"))
+    line = tuning.line_up(*models, found, layers)
     with phase("tuning", len(task.items)) as step:
         points = tuning.measure(
             models[1], task, line, Journal(options.out), trials=options.trials, progress=step

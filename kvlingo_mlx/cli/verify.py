@@ -104,12 +104,11 @@ def _run_models(
     from kvlingo_mlx.loading.pairing import check_pair
     from kvlingo_mlx.translators import build
 
-    allowed = options.some("allow_mismatch")
     models = load_pair(*(options.pair or ()))
-    check_pair(config, *models, **allowed)
+    check_pair(config, *models, **options.some("allow_mismatch"))
     receipt = receipt_of(config)
     layers = receipt.native_layers if receipt else 0
-    found = agreement(*models, build(config, weights), layers, **allowed)
+    found = agreement(*models, build(config, weights), layers)
     if found is None:
         shorter = min(models, key=lambda model: model.context_length)
         raise IncompatibleTranslatorError(

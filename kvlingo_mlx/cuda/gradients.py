@@ -8,7 +8,6 @@ only one layer's graph of the translator exists at a time.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import kl_div, log_softmax, nll_loss
@@ -20,30 +19,17 @@ from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import BLOCK, Loss, Objective
-from kvlingo_mlx.training.runtime import matched_positions
+from kvlingo_mlx.training.runtime import PairReading, continued, matched_positions
 
 Entry = tuple[torch.Tensor, torch.Tensor]  # one layer's keys and values in the cache's form
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states (B, width) to logits (B, vocabulary)
-
-
-@dataclass(frozen=True)
-class TorchReading:
-    """The results of the two no-gradient passes, which all translators of a pair share."""
-
-    sample: Sample
-    states: States  # the source's, of ``prefix[:-1]``; with two tokenizers of translated tokens
-    native: States  # the target's own in its native layers
-    teacher: torch.Tensor  # (M, width) final hidden states that predict the continuation
-    # Of the whole text, where attention is matched: both models' states, and the target's queries.
-    whole: tuple[States, States] | None = None
-    attended: Sequence[Sequence[TorchAttended]] = ()
 
 
 @torch.no_grad()
 def read(
     source: TorchModel, target: TorchModel, sample: Sample, capture: str, native_layers: int = 0,
     *, attends: bool = False,
-) -> TorchReading:  # fmt: skip
+) -> PairReading:  # fmt: skip
     """Read a conversation with both models (about 80 % of a step's work).
 
     Without a continuation this is what a hand-over reads (one tokenizer): there is no teacher.
@@ -66,7 +52,7 @@ def read(
         whole = source.states(tokens, capture).map(lambda a: a.to(target.device, target.dtype))
         states = whole.map(lambda a: a[:num_read])
     both = (whole, target.states_of(taken, capture)) if attends else None
-    return TorchReading(sample, states, native, teacher, both, own)
+    return PairReading(sample, states, native, teacher, both, own)
 
 
 def _source_states(source: TorchModel, target: TorchModel, sample: Sample, capture: str) -> States:
@@ -111,7 +97,7 @@ def _means(array: torch.Tensor, aligned: AlignedPrefix) -> torch.Tensor:
 def conversation_loss(
     target: TorchModel,
     translator: TorchTranslator,
-    reading: TorchReading,
+    reading: PairReading,
     objective: Objective,
     *,
     scale: float = 0.0,
@@ -146,7 +132,7 @@ def conversation_loss(
 
 
 @torch.no_grad()
-def entries(target: TorchModel, translator: TorchTranslator, reading: TorchReading) -> list[Entry]:
+def entries(target: TorchModel, translator: TorchTranslator, reading: PairReading) -> list[Entry]:
     """The cache entries of every layer: the native layers' own, then translated ones."""
     starts, native, found = _starts(target, reading), reading.native, []
     for t, start in enumerate(starts):
@@ -158,14 +144,14 @@ def entries(target: TorchModel, translator: TorchTranslator, reading: TorchReadi
     return found
 
 
-def _starts(target: TorchModel, reading: TorchReading) -> Sequence[int]:
+def _starts(target: TorchModel, reading: PairReading) -> Sequence[int]:
     """Each layer's first position: those before a layer's window are not translated."""
     num_read = len(reading.sample.prefix) - 1
     return target.geometry.first_kept(num_read) if reading.states.keys else []
 
 
 def _entry(
-    target: TorchModel, translator: TorchTranslator, reading: TorchReading, layer: int, start: int
+    target: TorchModel, translator: TorchTranslator, reading: PairReading, layer: int, start: int
 ) -> Entry:
     """A translated layer's cache entries from position ``start`` on."""
     keys, values = translator.layer(layer, reading.states, start)
@@ -175,24 +161,15 @@ def _entry(
 
 
 def _student(target: TorchModel, sample: Sample, cache: DynamicCache) -> torch.Tensor:
-    """The hidden states (M, width) that predict the continuation.
-
-    Between two tokenizers, the same pass also reads the prefix tokens that the target prefills
-    itself. The order is then: translated entries, those tokens, the last prefix token, the
-    continuation.
-    """
-    following = (sample.prefix[-1], *sample.continuation[:-1])
-    aligned = sample.aligned
-    if aligned is None:
-        return target.hidden(following, cache)
-    own = [sample.prefix[position] for position in aligned.own]
-    positions = aligned.others(len(sample.prefix) - 1 + len(following))
-    visible = aligned.seen(positions, positions)
+    """The hidden states (M, width) that predict the continuation."""
+    if sample.aligned is None:
+        return target.hidden((sample.prefix[-1], *sample.continuation[:-1]), cache)
+    tokens, positions, visible = continued(sample)
     more = {
         "position_ids": torch.tensor(positions, device=target.device)[None],
         "attention_mask": torch.tensor(visible, device=target.device)[None, None],
     }
-    return target.hidden((*own, *following), cache, **more)[len(own) :]
+    return target.hidden(tokens, cache, **more)[len(sample.aligned.own) :]
 
 
 def reconstruction_loss(

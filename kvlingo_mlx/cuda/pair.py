@@ -20,12 +20,12 @@ from kvlingo_mlx.loading.grading import GUARD, MeasuredConversation, agreement, 
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.plan import TrainingPlan
-from kvlingo_mlx.training.runtime import Passes
+from kvlingo_mlx.training.runtime import Pair
 
 
 @dataclass(frozen=True)
-class TorchPair(Passes):
-    """See :class:`kvlingo_mlx.training.runtime.Pair`."""
+class TorchPair(Pair):
+    """Two models on PyTorch."""
 
     runtime: ClassVar[str] = "torch"
     gradients: ClassVar[Any] = gradients

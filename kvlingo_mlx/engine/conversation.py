@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypedDict, Unpack
 
 from kvlingo_mlx.arguments import checked
-from kvlingo_mlx.caches.limits import check_bits
 from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.engine import folder as folders
 from kvlingo_mlx.engine.accounting import Stats, check_room
@@ -21,7 +20,7 @@ from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.batches import Batch, Row
 from kvlingo_mlx.engine.directions import Given
 from kvlingo_mlx.engine.exchange import Exchange, Switch
-from kvlingo_mlx.engine.generation import check_drafting, check_max_tokens, quantised
+from kvlingo_mlx.engine.generation import check_drafting, check_max_tokens
 from kvlingo_mlx.engine.guarding import WARN
 from kvlingo_mlx.engine.healing import HEAL_SHARE
 from kvlingo_mlx.engine.line import Line, Steps
@@ -66,7 +65,6 @@ class Request:
     draft_model: Model | None = None
     num_draft_tokens: int | None = None
     choice: Choice = field(default_factory=Choice)  # how tokens are chosen
-    quantised: Mapping[str, Any] = field(default_factory=dict)  # mlx-lm's options of such a cache
     # further switches of the chat template
     template: Mapping[str, Any] = field(default_factory=dict)
     begun: str = ""  # the text with which the answer begins, which is given
@@ -79,7 +77,7 @@ class Request:
         known, own = given(options), {field.name for field in fields(cls)}
         choice = choice_of(known, known.get("sampler"), known.get("logits_processors"))
         asked = {name: value for name, value in known.items() if name in own}
-        return cls(message, **asked, choice=choice, quantised=quantised(known))
+        return cls(message, **asked, choice=choice)
 
 
 class ResumeOptions(TypedDict, total=False):
@@ -254,16 +252,14 @@ class Conversation(State):
                 this conversation's models, which has read most of the prompt, or another model.
                 Not between several tokenizers, nor with ``reasoning`` or ``first_token``.
             num_draft_tokens: How many tokens it drafts at a time (2).
-            options: Those of :class:`~kvlingo_mlx.engine.sampling.DecodingOptions`;
-                ``kv_bits`` quantises a copy of the cache, and not between several tokenizers.
-                After a reply with ``kv_bits`` or ``draft_model``, ``name`` reads its answer once.
+            options: Those of :class:`~kvlingo_mlx.engine.sampling.DecodingOptions`. After a reply
+                with ``draft_model``, ``name`` reads its answer once.
 
         Raises:
             ValueError: There is no model of that name, a message cannot be rendered, the prompt is
                 beyond a model's context, an argument is bad, or an answer is still being written.
             MissingTranslatorError: A span that only another model wrote cannot be translated.
-            UnsupportedModelError: mlx-lm cannot quantise a cache, or remove rejected drafts from
-                it.
+            UnsupportedModelError: mlx-lm cannot remove rejected drafts from a cache.
             NotEnoughMemoryError: The prompt's caches do not fit; nothing has changed.
         """
         request = Request.of(message, options)
@@ -292,22 +288,19 @@ class Conversation(State):
             self.exchange.line(each)
         base, new = self._asked(request)
         check_tools(self.exchange.line(name).model, [*base.messages, *new], request.tools)
-        self._check_quantised(named, request.quantised)
         decoding = Decoding(
             self.exchange.chosen_together(request.choice),
             base.switches.get("tools"),
-            request.quantised,
-            self._draft(request),
-            request.num_draft_tokens or 2,
-            request.batch,
-            request.seat,
+            draft=self._draft(request),
+            num_draft_tokens=request.num_draft_tokens or 2,
+            batch=request.batch,
+            seat=request.seat,
         )
-        if rules.heals_answers and (decoding.quantised or decoding.draft is not None):
+        if rules.heals_answers and decoding.draft is not None:
             asked = f"heal is {rules.heal!r}" if rules.heal else "on_doubt is 'heal'"
             raise ValueError(
-                f"{asked}, and this answer would be written from a copy of the cache, as kv_bits "
-                "and draft_model need it; leave one of them out, or heal between two answers "
-                "(Conversation.heal)"
+                f"{asked}, and draft_model lets this answer be written from a copy of the cache; "
+                "leave one of them out, or heal between two answers (Conversation.heal)"
             )
         base, new = self._fitting(base, new, named, request.max_tokens)
         progress = AnswerInProgress(self.exchange, base, new, named)
@@ -362,17 +355,6 @@ class Conversation(State):
         switches |= request.template
         base.switches |= {name: value for name, value in switches.items() if value is not None}
         return base, new
-
-    def _check_quantised(self, names: Sequence[str], found: Mapping[str, Any]) -> None:
-        """Refuse models that cannot have a quantised cache."""
-        if found and self.exchange.several:
-            raise ValueError(
-                "kv_bits cannot be used in a conversation of several tokenizers, whose caches "
-                "mlx-lm cannot quantise; leave it out"
-            )
-        for name in names if found else ():
-            model = self.exchange.line(name).model
-            check_bits(model, found["kv_bits"], found.get("kv_group_size", 64))
 
     def _draft(self, request: Request) -> Line | None:
         """A separate line for a draft model; a copy if it is one of the conversation's models."""

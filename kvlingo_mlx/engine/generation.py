@@ -39,6 +39,10 @@ class GenerateOptions(DecodingOptions, total=False):
     heal_share: float
     guard: int
     on_doubt: str
+    kv_bits: int | None  # bits per number of a quantised cache
+    kv_group_size: int | None  # numbers that share a scale in it (64)
+    # Number of tokens from which the cache is quantised (mlx-lm: 5000)
+    quantized_kv_start: int | None
 
 
 def quantised(known: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import hidden_states
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.states import KVStates, TranslatedStates
+from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.translators.base import Translator
 
@@ -535,7 +535,7 @@ class Line:
                         own, read = tokens[read : states.end], states.end
                         hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
                         lap("native")
-                    ours = states if isinstance(states, TranslatedStates) else upper(states, kept)
+                    ours = upper(states, kept)
                     caches.append(self.cache, ours, self.model)
                     mx.async_eval(caches.arrays(self.cache))
                     del states, ours
@@ -614,20 +614,15 @@ class Line:
 class Given:
     """A source whose states exist already, or arrive from another machine, in order."""
 
-    def __init__(
-        self, model: LanguageModel, states: Iterable[KVStates | TranslatedStates], tokens: int
-    ) -> None:
+    def __init__(self, model: LanguageModel, states: Iterable[KVStates], tokens: int) -> None:
         self.name, self.model, self._states = "source", model, states
         self.spans = [Span(0, tokens, self.name)]
 
     def written(
         self, tokens: Sequence[int], start: int, step_size: int, config: TranslatorConfig
-    ) -> Iterator[KVStates | TranslatedStates]:
+    ) -> Iterator[KVStates]:
         """The states of ``tokens`` from ``start`` on; the chunks are those that are given."""
         for states in self._states:
-            if isinstance(states, TranslatedStates):
-                yield states
-                continue
             begun, stop = max(states.start, start), min(states.end, len(tokens))
             if begun < stop:
                 with working():

@@ -1,6 +1,7 @@
 """A hand-over as a conversation of one turn: two lines that nobody keeps."""
 
 import functools
+import secrets
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,11 +24,11 @@ from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.engine.responses import GenerationResponse, Heard
 from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn, tokens_alone
-from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.remote import stream
 from kvlingo_mlx.remote.model import RemoteModel
+from kvlingo_mlx.remote.order import Order, wanted_states
 from kvlingo_mlx.threads import finished, wired, working
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators.base import Translator
@@ -154,7 +155,7 @@ class OneTurn(LineSet):
         read = aligned.source_ids[: aligned.num_read]
         for states in source.written(read, 0, step_size, translator.config):
             self.clock.lap("prefill")
-            if not isinstance(states, KVStates):
+            if states is None:
                 continue  # a chunk that was read, and nothing yet
             slots = aligned.between(states.start, states.end)
             if slots.start < slots.stop:
@@ -244,22 +245,14 @@ def source_line(plan: Plan) -> Line:
 def _sent(plan: Plan, clock: Clock) -> stream.Spans:
     """The states of a source on another machine, as they arrive; ``clock`` gets their number."""
     assert isinstance(plan.source, RemoteModel) and plan.translator is not None
-    target, span = plan.target, plan.span
-    received = clock.received = stream.Received(plan.source.address, "", len(span))
+    source, config, span = plan.source, plan.translator.config, plan.span
+    received = clock.received = stream.Received(source.address, len(span))
     if span:
-        firsts = target.geometry.first_kept(span.stop)
-        dtype: Any = str(target.cache_dtype).rsplit(".", 1)[-1]
-        layers, step_size = plan.native.layers, plan.step_size
-        wanted = stream.SpanOrder(
-            plan.read, step_size, span.start, plan.translator, layers, firsts, dtype
-        )
-        yield from stream.spans(plan.source, wanted, received)
-    if received.lacking:
-        title, address = plan.translator.config.title, plan.source.address
-        tell(
-            f"{title} on {address}",
-            f"{address} lacks {title} and sent untranslated states, which are more bytes; start it "
-            "with `serve-prefill --translator`",
+        firsts = plan.target.geometry.first_kept(span.stop)
+        wanted = wanted_states(config, plan.native.layers, firsts, span.start)
+        asked = tuple(plan.read), plan.step_size, config.capture, wanted
+        yield from stream.spans(
+            source, Order(source.digest, secrets.token_hex(8), *asked), received
         )
 
 

@@ -25,7 +25,7 @@ from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.models import Model, load, load_pair, reached
 from kvlingo_mlx.loading.notes import tell_of_length
-from kvlingo_mlx.loading.translators import find_translator, name_of, resolve_translator
+from kvlingo_mlx.loading.translators import name_of, resolve_translator
 from kvlingo_mlx.machines import digest_of, facts_of, group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt, check_tools, encode, header_of, is_chat, rendering
@@ -284,30 +284,6 @@ def guarded(plan: Plan, tokens: int) -> Plan:
     native = replace(plan.native, tail=max(plan.native.tail, number))
     made = replace(plan, native=native)
     return replace(made, guard=number) if made.span else plan
-
-
-def prepare_whole(
-    plan: Plan,
-    request: HandoverRequest,
-    suits: Callable[[TranslatorConfig], bool],
-    check: Callable[[Translator], None],
-) -> Plan:
-    """A plan whose translator is applied to every layer, as folded decoding needs.
-
-    Args:
-        plan: A plan from :func:`begin`.
-        request: The caller's request.
-        suits: Says whether a stored translator's config suits, where there are several.
-        check: Raises an error for a translator that cannot be used.
-    """
-    check_caches((plan.source,), len(plan.tokens))
-    pair, mismatch, found = (plan.source, plan.target), request.allow_mismatch, request.translator
-    if found is None:
-        found = find_translator(*pair, allow_mismatch=mismatch, suits=suits)
-    translator = resolve_translator(found, *pair, allow_mismatch=mismatch)
-    tell_of_length(translator.config, len(plan.tokens), name_of(translator.path))
-    check(translator)
-    return replace(plan, translator=translator)
 
 
 def align(

@@ -35,7 +35,7 @@ class AnswerOptions(TypedDict, total=False):
 
 
 class DecodingOptions(AnswerOptions, total=False):
-    """The options of an answer, by whom it is drafted, and how mlx-lm quantises the cache."""
+    """The options of an answer, and by whom it is drafted."""
 
     max_tokens: int
     sampler: Sampler | None
@@ -43,10 +43,6 @@ class DecodingOptions(AnswerOptions, total=False):
     enable_thinking: bool | None
     draft_model: Model | None
     num_draft_tokens: int | None
-    kv_bits: int | None  # bits per number of a quantised cache
-    kv_group_size: int | None  # numbers that share a scale in it (64)
-    # Number of tokens from which the cache is quantised (mlx-lm: 5000)
-    quantized_kv_start: int | None
 
 
 @dataclass(frozen=True)
@@ -69,6 +65,16 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def sampler_of(options: Mapping[str, Any]) -> Sampler | None:
+    """mlx-lm's sampler, of those of its options that are given; None is greedy."""
+    if not options.get("temperature"):
+        return None
+    names = "top_p min_p top_k xtc_probability xtc_threshold".split()
+    return make_sampler(
+        options["temperature"], **{name: options[name] for name in names if name in options}
+    )
+
+
 def choice_of(
     options: Mapping[str, Any],
     sampler: Sampler | None,
@@ -80,14 +86,8 @@ def choice_of(
         ValueError: A value is out of range, or an option would have no effect.
     """
     check(SamplingOptions, options)
-    temperature, penalty = options.get("temperature"), options.get("repetition_penalty")
-    if sampler is None and temperature:
-        sampler = make_sampler(
-            temperature,
-            options.get("top_p", 1.0),
-            options.get("min_p", 0.0),
-            top_k=options.get("top_k", 0),
-        )
+    penalty = options.get("repetition_penalty")
+    sampler = sampler_of(options) if sampler is None else sampler
     processors = list(logits_processors or ())
     if penalty not in (None, 0, 1):  # the last two are off
         processors += make_logits_processors(repetition_penalty=penalty)

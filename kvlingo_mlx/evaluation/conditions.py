@@ -21,7 +21,6 @@ from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.engine.plan import Plan, check_tokens
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators import build
@@ -74,21 +73,18 @@ def translated(
     target: LanguageModel,
     translator: Translator,
     native_layers: int | str | None = 0,
-    *,
-    allow_mismatch: bool = False,
 ) -> CacheMaker:
     """Make caches that are translated from the source's, above the target's native layers.
 
     By default there are no native layers. With None the number to which the translator was tuned is
-    used; it changes when the translator is tuned again. ``allow_mismatch`` accepts another
-    checkpoint's translator, as in :func:`hand_over`, whose warnings about the translator's grade
-    and length are left out: what measures has no need of them.
+    used; it changes when the translator is tuned again. That it fits the models was found out when
+    it was resolved. What measures has no need of :func:`hand_over`'s warnings about its grade and
+    length, so they are left out.
     """
 
     def make(prefix: Prefix) -> list:
         if isinstance(prefix, AlignedPrefix):
             return bring(plan_of(source, target, translator, prefix)).cache
-        check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
         check_tokens((source, target), prefix)
         check_caches((source, target), len(prefix))
         part = native_part(translator.config, native_layers)

@@ -65,7 +65,6 @@ def line_up(
     baselines: Sequence[str],
     native_layers: int | str | None = 0,
     *,
-    allow_mismatch: bool = False,
     ways: Any = conditions,
 ) -> list[Condition]:
     """The conditions to compare: native, the translators, then each :func:`baseline`.
@@ -74,11 +73,10 @@ def line_up(
     module where the models are of another library, which has native, hidden and translated.
     """
     every = [translator for found in named.values() for translator in found]
-    more: dict[str, Any] = {"allow_mismatch": allow_mismatch, "ways": ways}
     return [
         native(target, ways),
-        *(translated(n, source, target, t, native_layers, **more) for n, t in named.items()),
-        *(baseline(spec, source, target, every, native_layers, **more) for spec in baselines),
+        *(translated(n, source, target, t, native_layers, ways) for n, t in named.items()),
+        *(baseline(spec, source, target, every, native_layers, ways) for spec in baselines),
     ]
 
 
@@ -98,8 +96,6 @@ def translated(
     target: LanguageModel,
     translators: Sequence[Translator],
     native_layers: int | str | None = 0,
-    *,
-    allow_mismatch: bool = False,
     ways: Any = conditions,
 ) -> Condition:
     """A cache translated from the source's; several translators are seeds of one method.
@@ -119,8 +115,7 @@ def translated(
     return Condition(
         name,
         tuple(
-            ways.translated(source, target, t, j, allow_mismatch=allow_mismatch)
-            for t, j in zip(translators, layers, strict=True)
+            ways.translated(source, target, t, j) for t, j in zip(translators, layers, strict=True)
         ),
         identity,
         lambda prefix: translation(
@@ -137,8 +132,6 @@ def baseline(
     target: LanguageModel,
     translators: Sequence[Translator],
     native_layers: int | str | None = 0,
-    *,
-    allow_mismatch: bool = False,
     ways: Any = conditions,
 ) -> Condition:
     """A control or an alternative, by name.
@@ -159,8 +152,7 @@ def baseline(
     if spec == "text":
         return _reading(spec, conditions.text(source, target), {"source": identity_of(source)})
     control = [conditions.shuffled(translators[0])]
-    match: dict[str, Any] = {"allow_mismatch": allow_mismatch}
-    found = translated(spec, source, target, control, native_layers, ways=ways, **match)
+    found = translated(spec, source, target, control, native_layers, ways)
     return replace(found, at_switch=None, translator=None)
 
 

@@ -137,23 +137,17 @@ def task_of(
 
 
 def line_up(
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    layers: Sequence[int],
-    *,
-    allow_mismatch: bool = False,
+    source: LanguageModel, target: LanguageModel, translator: Translator, layers: Sequence[int]
 ) -> dict[tuple[str, int | None], Condition]:
     """The ways to compare, by name and native ``layers``: hybrids, a re-prefill, two controls.
 
     Controls have no native layers, whatever the translator was tuned to.
     """
     found = source, target, [translator]
-    match: dict[str, Any] = {"allow_mismatch": allow_mismatch}
     return {
         (NATIVE, len(target.attentions)): lineup.native(target),
-        **{(HYBRID, j): lineup.translated(f"{HYBRID} {j}", *found, j, **match) for j in layers},
-        **{(name, None): lineup.baseline(name, *found, **match) for name in CONTROLS},
+        **{(HYBRID, j): lineup.translated(f"{HYBRID} {j}", *found, j) for j in layers},
+        **{(name, None): lineup.baseline(name, *found) for name in CONTROLS},
     }
 
 

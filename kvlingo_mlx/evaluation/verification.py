@@ -31,7 +31,6 @@ from kvlingo_mlx.loading.grading import (
     cuts,
     receipt_of,
 )
-from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.loading.translators import store
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import recorded
@@ -119,16 +118,13 @@ def agreement(
     native_layers: int = 0,
     *,
     own: HeldOut | None = None,
-    allow_mismatch: bool = False,
 ) -> Agreement | None:
     """The quality of the target's continuations of the bundled conversations.
 
     The caches are translated above the first ``native_layers``, which the target reads itself: as
     many as the receipt was measured with, whatever `tune` has chosen since. ``own`` are samples of
-    the user's data, measured besides. ``allow_mismatch`` is as in :func:`hand_over`. None if no
-    bundled conversation fits both contexts.
+    the user's data, measured besides. None if no bundled conversation fits both contexts.
     """
-    check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
     measure = partial(_measured, (source, target, translator), native_layers)
     return grading.agreement(source, target, native_layers, measure, own)
 
@@ -138,7 +134,7 @@ def _measured(
 ) -> MeasuredConversation:
     """One conversation, of which the source reads the prefix once for all that is measured."""
     source, target, translator = ends
-    make = conditions.translated(*ends, native_layers, allow_mismatch=True)
+    make = conditions.translated(*ends, native_layers)
     reading = None
     if sample.aligned is None:
         reading = _read(source, sample.prefix[:-1])

@@ -16,27 +16,22 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_groups
+from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.generation import check_max_tokens
 from kvlingo_mlx.engine.line import Steps
 from kvlingo_mlx.engine.one_turn import OneTurn
-from kvlingo_mlx.engine.plan import (
-    AnyTranslator,
-    HandoverRequest,
-    Plan,
-    begin,
-    check_tokens,
-    prepare_whole,
-)
+from kvlingo_mlx.engine.plan import AnyTranslator, HandoverRequest, Plan, begin, check_tokens
 from kvlingo_mlx.engine.responses import GenerationResponse, joined
 from kvlingo_mlx.engine.sampling import AnswerOptions, LogitsProcessor, Sampler, choice_of, given
 from kvlingo_mlx.folding.folds import check_foldable, check_whole, fold_caches
 from kvlingo_mlx.format.translator_config import TranslatorConfig, unfoldable
 from kvlingo_mlx.loading.models import Model
+from kvlingo_mlx.loading.notes import tell_of_length
+from kvlingo_mlx.loading.translators import find_translator, name_of, resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt, as_ids
 from kvlingo_mlx.threads import working
-from kvlingo_mlx.translators.base import Translator
 
 
 class FoldedOptions(AnswerOptions, total=False):
@@ -89,14 +84,19 @@ def _prepare(
     if len(plan.tokens) == 1:
         return plan
 
-    def check(translator: Translator) -> None:
-        check_foldable(source, target, translator, allow_mismatch=request.allow_mismatch)
-        check_whole(translator.config, request.native_layers)
-
     def suits(config: TranslatorConfig) -> bool:
         return unfoldable(config) is None and not request.native(config).layers
 
-    return prepare_whole(plan, request, suits, check)
+    check_caches((source,), len(plan.tokens))
+    match: dict[str, Any] = {"allow_mismatch": request.allow_mismatch}
+    found = request.translator
+    if found is None:
+        found = find_translator(source, target, **match, suits=suits)
+    translator = resolve_translator(found, source, target, **match)
+    tell_of_length(translator.config, len(plan.tokens), name_of(translator.path))
+    check_foldable(source, target, translator)
+    check_whole(translator.config, request.native_layers)
+    return replace(plan, translator=translator)
 
 
 def _folded(
@@ -111,9 +111,8 @@ def _folded(
             if request.kv_bits is not None:
                 caches.quantise(cache, request.kv_bits, request.kv_group_size)
         clock.lap("prefill")
-        pair = plan.source, plan.target, plan.translator
         with working():
-            folded = fold_caches(cache, *pair, allow_mismatch=request.allow_mismatch)
+            folded = fold_caches(cache, plan.source, plan.target, plan.translator)
         clock.lap("translate")
     return folded
 

@@ -24,14 +24,10 @@ STEP = 32
 Parts = dict[tuple[str, int], FoldedPrefix]
 
 
-def check_foldable(
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    *,
-    allow_mismatch: bool = False,
-) -> None:
+def check_foldable(source: LanguageModel, target: LanguageModel, translator: Translator) -> None:
     """Refuse a translator or models for which folded decoding does not work.
+
+    Whether they are the very checkpoints was found out when the translator was resolved.
 
     Raises:
         IncompatibleTranslatorError: The translator is not linear, does not read post-RoPE keys, or
@@ -63,7 +59,7 @@ def check_foldable(
                 f"{target.name} cannot decode from another model's cache, since {reason}: use "
                 "generate (leave out memory_budget)"
             )
-    check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
+    check_pair(translator.config, source, target, allow_mismatch=True)
 
 
 def check_whole(config: TranslatorConfig, native_layers: int | str | None = None) -> None:
@@ -90,8 +86,6 @@ def fold_caches(
     source: LanguageModel,
     target: LanguageModel,
     translator: Translator,
-    *,
-    allow_mismatch: bool = False,
 ) -> list[Any]:
     """A target's caches whose prefix stays in the source's caches; nothing is computed.
 
@@ -103,7 +97,6 @@ def fold_caches(
         source: The model that filled the caches.
         target: The model that will decode.
         translator: From ``source`` to ``target``, linear and of post-RoPE keys.
-        allow_mismatch: Accept a translator made for another checkpoint of the same shape.
 
     Returns:
         One cache per layer, for the target's model or for mlx-lm as ``prompt_cache``.
@@ -114,7 +107,7 @@ def fold_caches(
         ValueError: The caches are empty, end at different positions, or have dropped tokens that
             the target's layers read.
     """
-    check_foldable(source, target, translator, allow_mismatch=allow_mismatch)
+    check_foldable(source, target, translator)
     ends = {cache.offset for cache in source_cache}
     if len(ends) != 1 or ends == {0} or len(source_cache) != len(source.attentions):
         raise ValueError(

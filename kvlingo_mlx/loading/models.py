@@ -1,5 +1,6 @@
 """Load models: one alone, or several after a check that everything fits into memory."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from importlib import metadata
@@ -20,7 +21,6 @@ from kvlingo_mlx.remote.model import RemoteModel, connect
 from kvlingo_mlx.translators.base import Translator
 
 TENSOR = "tensor"  # the one way in which models are sharded
-REPLICATED, SHARDED = "replicated", "sharded"  # where a source reads
 Model = str | os.PathLike[str] | LanguageModel
 
 
@@ -152,30 +152,24 @@ def open_sharded(paths: Sequence[str], names: Sequence[str] = ()) -> dict[str, L
     return opened | {path: load(path, lazy=True, shard=TENSOR) for path in names}
 
 
-def open_pair(
-    source: str, target: str, prompt: Prompt, placement: str | None
-) -> tuple[LanguageModel, LanguageModel]:
+def open_pair(source: str, target: str, prompt: Prompt) -> tuple[LanguageModel, LanguageModel]:
     """Open a source and a target that all machines hold together, with their weights unread.
 
-    The source is whole on every machine (``replicated``), which needs no messages; without a
-    ``placement`` it is ``sharded`` where it does not fit so and can be shared.
+    The source is whole on every machine, which needs no messages; where it does not fit so and can
+    be shared, each holds some of its heads, too.
 
     Raises:
         ValueError, UnsupportedModelError: As for :func:`open_sharded`.
     """
     opened = open_sharded(list(dict.fromkeys((source, target))), [target])
     pair = opened[source], opened[target]
-    if placement == REPLICATED or source == target:
+    if source == target:
         return pair
     tokens, free = len(encode(pair[1], prompt)), memory.free()
     need = sum(memory.weights_bytes(m) + memory.cache_bytes(m, tokens) for m in pair)
-    fits = all(here().gathered(free is None or need <= free))
-    try:
-        if placement == SHARDED or not fits:
+    if not all(here().gathered(free is None or need <= free)):
+        with contextlib.suppress(ValueError, UnsupportedModelError):
             return load(source, lazy=True, shard=TENSOR), pair[1]
-    except (ValueError, UnsupportedModelError):
-        if placement == SHARDED:
-            raise
     return pair
 
 

@@ -89,13 +89,13 @@ def shard(model: LanguageModel, whole: LanguageModel) -> ShardedModel:
     group = here()
     if not group.several:
         raise ValueError(
-            "only ranks can share a model (shard, sharded, placement), and this program runs "
+            "only ranks can share a model (shard, sharded), and this program runs "
             "alone; start it on several ranks: mlx.launch -n 2 kvlingo-mlx generate ..."
         )
     if whole.geometry.recurrent:
         raise UnsupportedModelError(
             f"{whole.name} keeps recurrent states, which ranks cannot hold together: run it on one "
-            "machine, or let each rank read with all of it (placement replicated)"
+            "machine"
         )
     if not hasattr(model.model, "shard") or model.model.shard is None:
         raise UnsupportedModelError(

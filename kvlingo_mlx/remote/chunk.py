@@ -27,9 +27,9 @@ def most_bytes(shapes: Shapes) -> int:
 
 
 def unpacked(
-    blob: bytes, shapes: Shapes, told: Mapping[str, str], dtype: DType | None = None
+    blob: bytes, shapes: Shapes, told: Mapping[str, str]
 ) -> tuple[dict[str, np.ndarray], DType]:
-    """The tensors of an untrusted file and their dtype; bfloat16 as its bits. None: any one dtype.
+    """The tensors of an untrusted file and their one dtype; bfloat16 as its bits.
 
     Raises:
         ValueError: It is not a file of tensors of these shapes and of one dtype with that metadata.
@@ -45,14 +45,12 @@ def unpacked(
     if found != dict(shapes):
         raise ValueError(f"it holds {found!r:.200}, expected {dict(shapes)!r:.200}")
     dtypes = {FILE_DTYPES.get(tensor["dtype"]) for tensor in tensors.values()}
-    dtypes = dtypes or {dtype or "float32"}
-    if len(dtypes) > 1 or None in dtypes or dtype not in (None, *dtypes):
-        raise ValueError(f"its dtypes are {dtypes}, expected {dtype or 'one that is known'}")
-    (is_now,) = dtypes
-    assert is_now is not None
-    kind = STORAGE[is_now]
+    dtype, *more = dtypes or {"float32"}
+    if more or dtype is None:
+        raise ValueError(f"its dtypes are {dtypes}, expected one that is known")
+    kind = STORAGE[dtype]
     arrays = {
         name: np.frombuffer(tensor["data"], kind).reshape(tensor["shape"])
         for name, tensor in tensors.items()
     }
-    return arrays, is_now
+    return arrays, dtype

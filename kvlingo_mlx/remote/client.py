@@ -39,14 +39,6 @@ class GoneError(Exception):
     """The server no longer has a job, or a chunk of it."""
 
 
-class RefusedError(RemoteModelError):
-    """The server refuses what is asked; ``param`` says what of it, if the server does."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
 class _BusyError(OSError):
     """The server has no room now."""
 
@@ -185,7 +177,7 @@ class Client:
         """Send a request, on the open connection or a new one; the answer's head has come.
 
         Raises:
-            GoneError, RefusedError, OSError: What a status of 400 or more stands for.
+            GoneError, RemoteModelError, OSError: What a status of 400 or more stands for.
         """
         if self._open is None:
             host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
@@ -203,12 +195,12 @@ class Client:
             if answer.status_code < 400:
                 yield answer
                 return
-            text, param = _refusal(next(answer.iter_bytes(MOST_REFUSED), b""))
+            text = _refusal(next(answer.iter_bytes(MOST_REFUSED), b""))
         if answer.status_code in (404, 410):
             raise GoneError(text)
         if answer.status_code in (429, 503):
             raise _BusyError(text)
-        raise RefusedError(printable(f"{self.address} refuses: {text:.400}"), param)
+        raise RemoteModelError(printable(f"{self.address} refuses: {text:.400}"))
 
 
 class _Download:
@@ -256,11 +248,9 @@ def _digest(text: str) -> bytes:
         return b""
 
 
-def _refusal(body: bytes) -> tuple[str, str | None]:
-    """The message and the field of a refusal in the form of OpenAI's API."""
+def _refusal(body: bytes) -> str:
+    """The message of a refusal in the form of OpenAI's API."""
     try:
-        error = json.loads(body)["error"]
-        param = error.get("param")
-        return str(error["message"]), param if isinstance(param, str) else None
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return "it does not say why", None
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return "it does not say why"

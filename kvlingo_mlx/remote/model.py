@@ -15,11 +15,8 @@ from kvlingo_mlx.format.typed import read
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.remote.address import address_of
 from kvlingo_mlx.remote.client import API_KEY, Client
-from kvlingo_mlx.remote.order import STATES, TRANSLATED
 from kvlingo_mlx.version import __version__
 
-FEWEST = "fewest"
-SENT = (FEWEST, STATES, TRANSLATED)
 PATIENCE_S = 10.0
 ELSEWHERE = ("model", "tokenizer")
 
@@ -27,7 +24,7 @@ ELSEWHERE = ("model", "tokenizer")
 class RemoteModel(LanguageModel):
     """A source that another machine runs; what needs its weights or its tokenizer is refused."""
 
-    def __init__(self, client: Client, facts: dict[str, Any], sent: str = FEWEST) -> None:
+    def __init__(self, client: Client, facts: dict[str, Any]) -> None:
         """Take the facts that a server has told, which are not to be trusted.
 
         Raises:
@@ -38,7 +35,7 @@ class RemoteModel(LanguageModel):
             raise ValueError("facts that do not agree")
         sketch = facts["projections"]
         vars(self).update(
-            client=client, sent=sent, digest=digest_of(facts), dtype=facts["dtype"],
+            client=client, digest=digest_of(facts), dtype=facts["dtype"],
             mlx_lm=str(facts["mlx_lm"]),
             config={"model_type": facts["model_type"]},
             name=printable(str(facts["name"])), revision=facts["revision"], geometry=geometry,
@@ -52,7 +49,6 @@ class RemoteModel(LanguageModel):
         _ = self.family  # refused here if it is not known
 
     client: Client  # how that machine is asked
-    sent: str  # what comes from there: "states", "translated", or the "fewest" bytes
     digest: str  # of its facts
     dtype: Any  # of its keys and values
     mlx_lm: str  # the version by which it runs
@@ -83,17 +79,12 @@ class RemoteModel(LanguageModel):
 
 
 @checked
-def connect(
-    address: str, *, key: str | None = None, sent: str = FEWEST, patience: float = PATIENCE_S
-) -> RemoteModel:
+def connect(address: str, *, key: str | None = None, patience: float = PATIENCE_S) -> RemoteModel:
     """A model that `kvlingo-mlx serve-prefill` offers on another machine, as a prefill model.
 
     Args:
         address: ``host:port``, or ``https://host:port`` where something in between encrypts.
         key: The key that the server asks for; None takes ``KVLINGO_API_KEY`` of the environment.
-        sent: What comes over the network: the source's ``states``; ``translated`` states, rounded
-            to the target's dtype, which needs the translator on the other machine; or the
-            ``fewest`` bytes of both.
         patience: Seconds without a byte after which the other machine is given up.
 
     Returns:
@@ -108,8 +99,6 @@ def connect(
         raise ValueError(
             f"address is {address!r:.80}; give host:port, such as mac-studio.local:8090"
         )
-    if sent not in SENT:
-        raise ValueError(f"sent is {sent!r:.40}; give {', '.join(SENT)}")
     if not patience > 0:
         raise ValueError(f"patience is {patience}; give a number of seconds above 0")
     client = Client(found, key or os.environ.get(API_KEY) or None, float(patience))
@@ -122,7 +111,7 @@ def connect(
             "install the same version on both machines"
         )
     try:
-        return RemoteModel(client, facts, sent)
+        return RemoteModel(client, facts)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise client.odd("tells nothing of a model") from None
 

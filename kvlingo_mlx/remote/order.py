@@ -12,15 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from kvlingo_mlx.format.geometry import LayerGeometry, digest_of
-from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import maps_of, maps_states, state_maps_of
+from kvlingo_mlx.format.maps import maps_of, state_maps_of
 from kvlingo_mlx.format.tensor_file import STORAGE, DType, Shapes
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.products import BLOCK
 
 NAME = re.compile(r"(keys|values|states)\.(0|[1-9]\d{0,3})")
 KEPT = "states"  # the side of recurrent states, which the last chunk alone holds
-STATES, TRANSLATED = "states", "translated"
 Firsts = Mapping[str, int]
 
 
@@ -38,8 +36,6 @@ class Order:
     # needed of it; one is needed from the first position that is sent. ``states.3`` is a layer's
     # recurrent state after the last token.
     wanted: Firsts
-    translator: str | None = None  # the digest of what is applied there; None: the source's states
-    dtype: DType | None = None  # to which translated states are rounded
 
     @property
     def id(self) -> str:
@@ -66,7 +62,7 @@ class Order:
     def rows(self, span: range) -> dict[str, int]:
         """The number of last positions that a chunk holds of each tensor, without empty ones.
 
-        Of a source's layer it is a number of whole blocks, as the products of windows need them.
+        It is a number of whole blocks, as the products of windows need them.
         """
         found = {}
         for name, first in self.wanted.items():
@@ -75,17 +71,15 @@ class Order:
                     found[name] = 1
                 continue
             count = span.stop - max(first, span.start)
-            if self.translator is None:
-                count = min(-(-count // BLOCK) * BLOCK, len(span))
+            count = min(-(-count // BLOCK) * BLOCK, len(span))
             if count > 0:
                 found[name] = count
         return found
 
     def shapes(self, span: range, layers: Sequence[LayerGeometry]) -> Shapes:
-        """The shapes of a chunk's tensors: (T, H * D) of a source's layers, (H, T, D) translated.
+        """The shapes of a chunk's tensors, of the source's ``layers``: (T, H * D).
 
         A recurrent state's is (heads, value dim, key dim).
-        ``layers`` are those of the source, or of the target.
         """
         found: dict[str, tuple[int, ...]] = {}
         for name, rows in self.rows(span).items():
@@ -94,15 +88,13 @@ class Order:
             if side == KEPT:
                 assert of.recurrence is not None  # the server has checked it, or has made it
                 found[name] = of.recurrence.parts[1]
-                continue
-            translated = (of.kv_heads, rows, of.head_dim(side))
-            found[name] = (rows, of.width(side)) if self.translator is None else translated
+            else:
+                found[name] = (rows, of.width(side))
         return found
 
     def told(self, span: range) -> dict[str, str]:
         """What a chunk's metadata say."""
         whole = {"start": span.start, "stop": span.stop, "capture": self.capture}
-        whole |= {"holds": STATES if self.translator is None else TRANSLATED}
         return {name: str(value) for name, value in whole.items()}
 
     def nbytes(self, layers: Sequence[LayerGeometry], dtype: DType) -> int:
@@ -118,8 +110,6 @@ class Order:
         """Refuse (ValueError) a stranger's order that makes no sense of any model."""
         if self.step_size < 1 or not self.tokens or not self.wanted:
             raise ValueError("step_size, tokens or wanted is empty, which an order cannot have")
-        if (self.dtype is None) != (self.translator is None):
-            raise ValueError("dtype is for translated states, and is needed for them")
         for name, first in self.wanted.items():
             if not (NAME.fullmatch(name) and 0 <= first < len(self.tokens)):
                 raise ValueError(
@@ -157,20 +147,5 @@ def wanted_states(
     wanted = {f"{side}.{layer}": begun[layer] for side, layer in read}
     every = [m.reads for m in state_maps_of(config) if m.layer >= layers]
     wanted |= {f"{KEPT}.{layer}": start for reads in every for layer in reads}
-    return _from_start(wanted, start)
-
-
-def wanted_translated(
-    config: TranslatorConfig, layers: int, firsts: Sequence[int], start: int
-) -> Firsts:
-    """The target's layers above the native ones, as in :func:`wanted_states`."""
-    above = range(layers, len(firsts))
-    by_token = [layer for layer in above if not maps_states(config, layer)]
-    wanted = {f"{side}.{layer}": firsts[layer] for side in SIDES for layer in by_token}
-    wanted |= {f"{KEPT}.{layer}": start for layer in above if layer not in by_token}
-    return _from_start(wanted, start)
-
-
-def _from_start(wanted: dict[str, int], start: int) -> Firsts:
     later = {name: max(first, start) for name, first in wanted.items()}
     return later if min(later.values()) == start else dict.fromkeys(later, start)

@@ -6,9 +6,8 @@ array. Whatever it cannot repair, it hands on as an error.
 
 import contextlib
 import queue
-import secrets
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx
@@ -17,29 +16,19 @@ import numpy as np
 
 from kvlingo_mlx.errors import RemoteModelError
 from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.format.maps import maps_states
 from kvlingo_mlx.format.tensor_file import DType
-from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
+from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.remote import chunk
-from kvlingo_mlx.remote.client import DAMAGED, Client, GoneError, RefusedError
-from kvlingo_mlx.remote.model import FEWEST, RemoteModel
-from kvlingo_mlx.remote.order import (
-    KEPT,
-    STATES,
-    TRANSLATED,
-    Order,
-    split,
-    wanted_states,
-    wanted_translated,
-)
+from kvlingo_mlx.remote.client import DAMAGED, Client, GoneError
+from kvlingo_mlx.remote.model import RemoteModel
+from kvlingo_mlx.remote.order import KEPT, Order, split
 from kvlingo_mlx.threads import working
-from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.products import loaded
 
 Arrived = tuple[range, dict[str, np.ndarray], DType]  # of one chunk
 AHEAD = 2  # chunks that have come and wait to be translated
 JOIN_S = 5.0
-Spans = Generator[KVStates | TranslatedStates, None, None]
+Spans = Generator[KVStates, None, None]
 
 
 @dataclass
@@ -47,81 +36,26 @@ class Received:
     """What came over the network for one prompt."""
 
     address: str  # from where
-    sent: str  # "states" of the source's layers, or "translated" ones
     tokens: int  # whose states came
     bytes: int = 0  # of all chunks, those included that came again
-    lacking: bool = False  # the other machine lacks the translator that was to be applied there
 
     def __str__(self) -> str:
         """One line."""
-        each = self.bytes / max(1, self.tokens)
-        kind = "the source's states" if self.sent == STATES else "translated states"
-        return f"{self.bytes / 1e6:,.1f} MB from {self.address} ({kind}, {each:,.0f} bytes a token)"
+        each = f"{self.bytes / max(1, self.tokens):,.0f} bytes a token"
+        return f"{self.bytes / 1e6:,.1f} MB from {self.address} (the source's states, {each})"
 
 
-@dataclass(frozen=True)
-class SpanOrder:
-    """What of a prompt is to be translated."""
+def spans(model: RemoteModel, order: Order, received: Received) -> Spans:
+    """A source's states of a prompt, in order, as they arrive; ``received`` is filled in.
 
-    tokens: Sequence[int]  # up to the last that is translated
-    step_size: int  # tokens per prefill chunk
-    start: int  # the first position that is translated
-    translator: Translator
-    layers: int  # the number of the target's first layers, which it reads itself
-    firsts: Sequence[int]  # the first position that each of the target's layers will hold
-    dtype: DType  # of the target's cache
-
-    def order(self, model: RemoteModel, sent: str) -> Order:
-        """What the other machine is asked for."""
-        config = self.translator.config
-        above = range(self.layers, len(config.target.layers))
-        if all(maps_states(config, layer) for layer in above):
-            sent = STATES  # no chunk but the last one has anything, so each says where it is
-        if sent == STATES:
-            wanted = wanted_states(config, self.layers, self.firsts, self.start)
-        else:
-            wanted = wanted_translated(config, self.layers, self.firsts, self.start)
-        # mlx-lm keeps recurrent states in float32, and a chunk has one dtype.
-        dtype: DType = "float32" if config.state_maps else self.dtype
-        return Order(
-            model.digest, secrets.token_hex(8), tuple(self.tokens), self.step_size,
-            config.capture, wanted,
-            *((None, None) if sent == STATES else (self.translator.digest, dtype)),
-        )  # fmt: skip
-
-    def cheapest(self, model: RemoteModel) -> str:
-        """Which kind of states has fewer bytes; the source's own, if it is the same."""
-        config = self.translator.config
-        theirs, ours = (self.order(model, sent) for sent in (STATES, TRANSLATED))
-        more = theirs.nbytes(model.geometry.layers, model.dtype) > ours.nbytes(
-            config.target.layers, ours.dtype or self.dtype
-        )
-        return TRANSLATED if more else STATES
-
-
-def spans(model: RemoteModel, wanted: SpanOrder, received: Received) -> Spans:
-    """A source's states of a prompt, or translated ones, in order, as they arrive.
-
-    ``received`` is filled in. Closing the generator ends the transfer, and the job there.
+    Closing the generator ends the transfer, and the job there.
 
     Raises:
         RemoteModelError: The other machine cannot be reached any more, refuses, or sends what is
             wrong. Nothing of a chunk that is wrong is ever handed on.
     """
-    sent = wanted.cheapest(model) if model.sent == FEWEST else model.sent
-    while True:
-        order = wanted.order(model, sent)
-        own = order.translator is None
-        received.sent = STATES if own else TRANSLATED
-        layers = model.geometry.layers if own else wanted.translator.config.target.layers
-        try:
-            with contextlib.closing(Transfer(model.client, order, layers)) as transfer:
-                yield from transfer.arrived(received)
-            return
-        except RefusedError as error:
-            if error.param != "translator" or model.sent != FEWEST or own:
-                raise
-            sent, received.lacking = STATES, True
+    with contextlib.closing(Transfer(model.client, order, model.geometry.layers)) as transfer:
+        yield from transfer.arrived(received)
 
 
 class Transfer:
@@ -180,7 +114,7 @@ class Transfer:
         shapes = order.shapes(span, self._layers)
         blob = self._client.chunk(job, number, chunk.most_bytes(shapes))
         try:
-            return chunk.unpacked(blob, shapes, order.told(span), order.dtype)
+            return chunk.unpacked(blob, shapes, order.told(span))
         except ValueError as error:
             raise RemoteModelError(
                 f"chunk {number} from {self._client.address} is not what was asked for: {error}"
@@ -194,25 +128,9 @@ class Transfer:
                 return True
         return False
 
-    def _states(
-        self, span: range, found: dict[str, np.ndarray], dtype: DType
-    ) -> KVStates | TranslatedStates:
-        arrays = {name: loaded(array, dtype) for name, array in found.items()}
-        if self._order.translator is None:
-            return self._own(span, arrays)
-        keys, values = (
-            tuple(
-                # As float32, in which norms and RoPE are applied to translated keys.
-                LayerGroup((layer,), span.stop - a.shape[1], a[None, None].astype(mx.float32))
-                for layer in range(len(self._layers))
-                if (a := arrays.get(f"{side}.{layer}")) is not None
-            )
-            for side in ("keys", "values")
-        )
-        return TranslatedStates(keys, values, self._order.capture, _kept(arrays))
-
-    def _own(self, span: range, arrays: Mapping[str, mx.array]) -> KVStates:
+    def _states(self, span: range, found: dict[str, np.ndarray], dtype: DType) -> KVStates:
         """States of all layers; NaN stands for what no map reads, and is never made."""
+        arrays = {name: loaded(array, dtype) for name, array in found.items()}
         keys: list[mx.array] = []
         values: list[mx.array] = []
         for index, layer in enumerate(self._layers):
@@ -227,10 +145,6 @@ class Transfer:
                     array = mx.broadcast_to(mx.array(float("nan")), (rows, width))
                 side.append(array[None])
         both = tuple(keys), tuple(values)
-        return KVStates(*both, self._order.capture, span.start, _kept(arrays))
-
-
-def _kept(arrays: Mapping[str, mx.array]) -> dict[int, mx.array]:
-    """The recurrent states among a chunk's arrays, by layer."""
-    named = {split(name): array for name, array in arrays.items()}
-    return {layer: array[None] for (side, layer), array in named.items() if side == KEPT}
+        named = {split(name): array for name, array in arrays.items()}
+        kept = {layer: array[None] for (side, layer), array in named.items() if side == KEPT}
+        return KVStates(*both, self._order.capture, span.start, kept)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_logits_processors
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvlingo_mlx.engine.batches import Row
@@ -16,7 +16,7 @@ from kvlingo_mlx.engine.calls import form_of
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.offers import read_again
 from kvlingo_mlx.engine.responses import GenerationResponse
-from kvlingo_mlx.engine.sampling import LogitsProcessor, Sampler
+from kvlingo_mlx.engine.sampling import LogitsProcessor
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.guidance import guided
 from kvlingo_mlx.serving.messages import (
@@ -26,7 +26,6 @@ from kvlingo_mlx.serving.messages import (
     FirstToken,
     GenerationRequest,
     Progress,
-    Sampling,
     TokenLogprob,
     Usage,
 )
@@ -165,20 +164,6 @@ def tools_of(ask: GenerationRequest, model: LanguageModel) -> list[dict[str, Any
         {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
         for tool in (ask.tools if form_of(model.tokenizer).in_json else named or ask.tools)
     ]
-
-
-def sampler_of(sampling: Sampling) -> Sampler | None:
-    """mlx-lm's sampler; None is greedy."""
-    if not sampling.temperature:
-        return None
-    return make_sampler(
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        top_k=sampling.top_k,
-        xtc_probability=sampling.xtc_probability,
-        xtc_threshold=sampling.xtc_threshold,
-    )
 
 
 def processors_of(ask: GenerationRequest, model: LanguageModel) -> list[LogitsProcessor]:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import uvicorn
@@ -39,7 +39,6 @@ from kvlingo_mlx.serving.reader import Reader, Sealed
 from kvlingo_mlx.serving.server import bind, configured, url_of
 from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.serving.wire import openai_error
-from kvlingo_mlx.translators.base import Translator
 
 JOBS = 4
 ORDER = TypeAdapter(Order)
@@ -52,7 +51,6 @@ WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4}(?:\.\d+)?)")
 def serve(
     model: LanguageModel,
     settings: Settings,
-    translators: Sequence[Translator] = (),
     jobs: int = JOBS,
     listening: Callable[[str], None] = lambda url: None,
 ) -> None:
@@ -61,7 +59,6 @@ def serve(
     Args:
         model: The source.
         settings: The address, the key and the limits of a server.
-        translators: Those that are applied here on demand, besides the stored ones.
         jobs: Prompts that are read at once, in turns; more are told 503.
         listening: Called with the server's address as soon as there is one.
 
@@ -71,7 +68,7 @@ def serve(
     if jobs < 1:
         raise ValueError(f"max_jobs is {jobs}; give 1 or more")
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
-        server = PrefillServer(model, settings, translators, jobs)
+        server = PrefillServer(model, settings, jobs)
         listening(url_of(listener))
         server.run_at(listener)
 
@@ -79,15 +76,9 @@ def serve(
 class PrefillServer(uvicorn.Server):
     """uvicorn's server over a loaded source; those who wait for a chunk hear that it stops."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        settings: Settings,
-        translators: Sequence[Translator] = (),
-        jobs: int = JOBS,
-    ) -> None:
+    def __init__(self, model: LanguageModel, settings: Settings, jobs: int = JOBS) -> None:
         self._facts, self._settings = facts_of(model), settings
-        self.reader = Reader(model, digest_of(self._facts), translators, jobs)
+        self.reader = Reader(model, digest_of(self._facts), jobs)
         routes = [
             Route(PATH, self._tell_facts, methods=["GET"]),
             Route(PATH, self._begin, methods=["POST"]),

@@ -7,21 +7,15 @@ has been idle for too long. Jobs are kept in HTTP's thread alone; the other one 
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
-from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.loading.pairing import matches
-from kvlingo_mlx.loading.translators import load_translator, stored_translators
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
@@ -30,7 +24,6 @@ from kvlingo_mlx.remote.order import KEPT, Order, split
 from kvlingo_mlx.serving.guard import Refused
 from kvlingo_mlx.serving.messages import Failure
 from kvlingo_mlx.threads import working
-from kvlingo_mlx.translators.base import Translator
 
 AHEAD = 3  # chunks of a job that are kept: the one that is asked for, and those after it
 IDLE_S = 120.0  # after which a job that nobody asks for is let go of
@@ -74,17 +67,10 @@ class PrefillJob:
 
 
 class Reader:
-    """A loaded source, and the jobs of those who ask for its states.
+    """A loaded source, and the jobs of those who ask for its states, at most so many."""
 
-    ``translators`` are those that it applies; others are looked for in the local store.
-    """
-
-    def __init__(
-        self, model: LanguageModel, digest: str, translators: Sequence[Translator], most: int
-    ) -> None:
+    def __init__(self, model: LanguageModel, digest: str, most: int) -> None:
         self.model, self._digest, self._most = model, digest, most
-        self._translators = {translator.digest: translator for translator in translators}
-        self._looked_at: dict[tuple[Path, int], str] = {}
         self._jobs: dict[str, PrefillJob] = {}
         self._thread = ThreadPoolExecutor(1, "reader")
 
@@ -95,9 +81,8 @@ class Reader:
             Refused: The order is for another model or has what this one lacks, or there is no room.
         """
         if order.id not in self._jobs:
-            translator, layers = await asyncio.to_thread(self._checked, order)
-            if order.id not in self._jobs:
-                self._admit(order, translator, layers)
+            self._check_order(order)
+            self._admit(order)
         self._go_on(self._jobs[order.id])
 
     def chunk(self, name: str, number: int) -> asyncio.Future[Sealed]:
@@ -132,18 +117,13 @@ class Reader:
         self._most = 0
         self._thread.shutdown(wait=False)
 
-    def _checked(self, order: Order) -> tuple[Translator | None, Sequence[LayerGeometry]]:
-        """The translator of an order, and the layers of which it wants states."""
-        translator, layers = None, self.model.geometry.layers
+    def _check_order(self, order: Order) -> None:
+        """Refuse an order of what there is not."""
+        layers = self.model.geometry.layers
         if order.model != self._digest:
             told = f"this machine offers {self.model.name} now, not the model that was asked for"
             raise Refused(Failure("invalid", f"{told} before; connect again"), status=409)
-        if order.translator is not None:
-            if (translator := self._translator(order.translator)) is None:
-                told = "this machine does not have the translator"
-                raise Refused(Failure("invalid", told, "translator"), status=409)
-            layers = translator.config.target.layers
-        points = self.model.family.points if translator is None else [translator.config.capture]
+        points = self.model.family.points
         _check(order.capture in points, f"there are no {order.capture} states to send", "capture")
         try:
             self.model.check_tokens(order.tokens)
@@ -154,32 +134,14 @@ class Reader:
             rule = layers[layer].recurrence
             keeps = side != KEPT or (rule is not None and len(rule.parts) > 1)
             _check(keeps, f"layer {layer} keeps no state", "wanted")
-        return translator, layers
 
-    def _translator(self, digest: str) -> Translator | None:
-        """The translator of a digest; stored ones of this source are looked at once each."""
-        for path in () if digest in self._translators else stored_translators():
-            with contextlib.suppress(KVLingoError, OSError):  # one must not hide all others
-                known = (path, (path / translator_folder.WEIGHTS_FILE).stat().st_mtime_ns)
-                if known not in self._looked_at:
-                    config = translator_folder.read_config(path)
-                    mine = matches(config.source, self.model, allow_mismatch=True)
-                    found = translator_folder.read(path) if mine else None
-                    self._looked_at[known] = translator_folder.digest(*found) if found else ""
-                if self._looked_at[known] == digest:
-                    self._translators[digest] = load_translator(path)
-                    break
-        return self._translators.get(digest)
-
-    def _admit(
-        self, order: Order, translator: Translator | None, layers: Sequence[LayerGeometry]
-    ) -> None:
+    def _admit(self, order: Order) -> None:
         """Make a job of an order, if there is room for it."""
         if len(self._jobs) >= self._most:
             told = f"{len(self._jobs)} jobs are read already, as many as may; wait"
             raise Refused(Failure("unready", told))
         spans, count = order.spans, len(order.tokens)
-        each = order.nbytes(layers, order.dtype or "float32") // len(spans)
+        each = order.nbytes(self.model.geometry.layers, "float32") // len(spans)
         caches = memory.cache_bytes(self.model, count)
         needs = {memory.caches_of(count): caches, "chunks": each * min(len(spans), AHEAD)}
         together, held = dict(needs), 0
@@ -191,7 +153,7 @@ class Reader:
             memory.check(together, held)
         except NotEnoughMemoryError as error:
             raise Refused(Failure("memory", str(error))) from None
-        steps, loop = self._steps(order, translator), asyncio.get_running_loop()
+        steps, loop = self._steps(order), asyncio.get_running_loop()
         chunks = [loop.create_future() for _ in spans]
         self._jobs[order.id] = PrefillJob(order, steps, needs, [*chunks])
 
@@ -220,7 +182,7 @@ class Reader:
                 if chunk is not None:
                     chunk.set_result(sealed)
 
-    def _steps(self, order: Order, translator: Translator | None) -> Arrays:
+    def _steps(self, order: Order) -> Arrays:
         """The tensors of each chunk, evaluated.
 
         What comes before the first position that is sent is read, too.
@@ -236,12 +198,7 @@ class Reader:
                 with working():
                     part = states.part(span.start, span.stop)
                     part = capture.move(part, self.model, order.capture)
-                    if translator is None:
-                        arrays = _own(order, span, part)
-                    else:
-                        every = _translated(order, translator, part)
-                        arrays = {name: every[name] for name in order.rows(span)}
-                        del every
+                    arrays = _sent(order, span, part)
                     del part, states
                     mx.eval(arrays)
                 yield arrays
@@ -254,7 +211,7 @@ def _next_chunk(job: PrefillJob, span: range) -> Sealed:
     return Sealed(blob, hashlib.sha256(blob).digest())
 
 
-def _own(order: Order, span: range, states: KVStates) -> dict[str, mx.array]:
+def _sent(order: Order, span: range, states: KVStates) -> dict[str, mx.array]:
     """A source's states as they are sent: all of one dtype."""
     arrays = {
         name: states.kept[layer][0]
@@ -267,25 +224,6 @@ def _own(order: Order, span: range, states: KVStates) -> dict[str, mx.array]:
     if len(kinds) > 1 or not kinds <= {mx.float32, mx.float16, mx.bfloat16}:
         arrays = {name: array.astype(mx.float32) for name, array in arrays.items()}
     return arrays
-
-
-def _translated(order: Order, translator: Translator, states: KVStates) -> dict[str, mx.array]:
-    """Translated states in the target's dtype."""
-    layers = min(split(name)[1] for name in order.wanted)
-    count = len(translator.config.target.layers)
-    first = [
-        min(order.wanted.get(f"{side}.{layer}", states.end) for side in SIDES)
-        for layer in range(count)
-    ]
-    found = translator.above(layers)(states, first)
-    dtype = getattr(mx, order.dtype or "float32")
-    kept = {f"{KEPT}.{layer}": array[0].astype(dtype) for layer, array in found.kept.items()}
-    return kept | {
-        f"{side}.{layer}": array[0].astype(dtype)
-        for side, groups in zip(SIDES, (found.keys, found.values), strict=True)
-        for group in groups
-        for layer, array in zip(group.layers, group.states, strict=True)
-    }
 
 
 def _check(good: bool, message: str, param: str) -> None:

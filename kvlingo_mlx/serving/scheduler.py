@@ -24,7 +24,7 @@ from kvlingo_mlx.engine.conversation import Conversation, Request
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.engine.routing import Route, load_route
-from kvlingo_mlx.engine.sampling import Choice
+from kvlingo_mlx.engine.sampling import Choice, sampler_of
 from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
@@ -36,7 +36,6 @@ from kvlingo_mlx.serving.active_request import (
     ActiveRequest,
     Steps,
     processors_of,
-    sampler_of,
     tools_of,
     usage_of,
 )
@@ -373,7 +372,7 @@ class Scheduler:
             messages=job.messages,
             begun=ask.begun,
             max_tokens=ask.max_tokens or self._settings.max_tokens,
-            choice=Choice(sampler_of(ask.sampling), processors, ask.sampling.seed, ask.stop),
+            choice=Choice(sampler_of(vars(ask.sampling)), processors, ask.sampling.seed, ask.stop),
             tools=(tools_of(ask, model) or None) if announces_tools(model.tokenizer) else None,
             template=_switches(ask, model),  # also for lines of models that tell of tools
             batch=batch,

@@ -68,10 +68,44 @@ def _unmatched(target: Model) -> UnsupportedModelError:
     )
 
 
+def continued(sample: Sample) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
+    """The pass between two tokenizers that predicts a continuation, after the translated entries.
+
+    It also reads the prefix tokens that the target prefills itself, and begins with them; then come
+    the last prefix token and the continuation.
+
+    Returns:
+        The tokens, their positions (C,), and which of them see which entries, (C, S + C).
+    """
+    aligned, following = sample.aligned, (sample.prefix[-1], *sample.continuation[:-1])
+    assert aligned is not None
+    positions = aligned.others(len(sample.prefix) - 1 + len(following))
+    own = (sample.prefix[position] for position in aligned.own)
+    return (*own, *following), positions, aligned.seen(positions, positions)
+
+
+@dataclass(frozen=True)
+class PairReading:
+    """The results of the two no-gradient passes over a conversation, which all translators share.
+
+    States and queries are those of the pair's runtime.
+    """
+
+    sample: Sample
+    states: Any  # the source's, of ``prefix[:-1]``; between two tokenizers, of translated tokens
+    native: Any  # the target's own of ``prefix[:-1]``, in its native layers
+    # (M, width) the target's final hidden states that predict the continuation, from its own cache
+    teacher: Any
+    # Of the whole text, where attention is matched: both models' states, and the target's queries.
+    whole: tuple[Any, Any] | None = None
+    attended: Sequence[Sequence[Any]] = ()
+
+
 class Trainable(Protocol):
     """A translator in training, with its AdamW optimizer and the gradients so far."""
 
-    config: TranslatorConfig
+    @property
+    def config(self) -> TranslatorConfig: ...
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Copies of its tensors by name, in float32."""
@@ -98,6 +132,7 @@ class Pair(Rows, Protocol):
     source: Any
     target: Any
     runtime: ClassVar[str]  # mlx or torch
+    gradients: ClassVar[Any]  # the runtime's module of passes
 
     @property
     def versions(self) -> Mapping[str, str]: ...
@@ -105,11 +140,16 @@ class Pair(Rows, Protocol):
     def trainable(self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]) -> Trainable:
         """A translator that begins with ``arrays``."""
 
-    def read(self, sample: Sample, config: TranslatorConfig, attends: bool = False) -> Any:
-        """Both no-gradient passes over a conversation, which all translators share.
-
-        With ``attends`` it can be matched.
-        """
+    def read(self, sample: Sample, config: TranslatorConfig, attends: bool = False) -> PairReading:
+        """Both no-gradient passes over a conversation; with ``attends`` it can be matched."""
+        more = {"kept": True} if config.state_maps else {}  # which PyTorch does not know
+        read = partial(self.gradients.read, self.source, self.target, sample, config.capture)
+        found: PairReading = read(config.native_layers, attends=attends, **more)
+        if attends:
+            layers = zip(self.target.geometry.layers, found.attended, strict=True)
+            if any(layer.attends and not heard for layer, heard in layers):
+                raise _unmatched(self.target)
+        return found
 
     def match(self, translator: Any, reading: Any, scale: float = 0.0) -> float:
         """The share of what the target's attention gathers that is wrong: a mean over layers.
@@ -121,12 +161,21 @@ class Pair(Rows, Protocol):
         the target's own queries: no gradient goes through the model. Between two tokenizers the
         tokens that the target prefills have its own entries.
         """
+        first, own, match = translator.config.native_layers, reading.attended, self.gradients.match
+        layers = [t for t in range(first, len(own)) if own[t] and reading.sample.num_translated]
+        aligned, tokens = reading.sample.aligned, reading.whole[1].keys[0].shape[-2]
+        between = None if aligned is None else entries_seen(aligned, tokens)
+        passes = self.target, translator, reading
+        return sum(match(*passes, t, scale / len(layers), between) / len(layers) for t in layers)
 
     def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
         """The loss of one conversation decoded from its translated cache (equation for L).
 
         A ``scale`` other than 0 adds that multiple of its gradient to the translator's.
         """
+        return self.gradients.conversation_loss(  # type: ignore[no-any-return]
+            self.target, translator, reading, objective, scale=scale
+        )
 
     def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
         """Refuse (UnsupportedModelError) a target through which no gradient reaches its cache."""
@@ -152,6 +201,8 @@ class Pair(Rows, Protocol):
         A translator without a closed form is first trained on it (equation for the closed form;
         appendix "Training protocol", MLP translators). Every position is charged equally.
         """
+        found: float = self.gradients.reconstruction_loss(translator, *states, scale=scale)
+        return found
 
     def receipt(
         self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], own: HeldOut | None = None
@@ -193,41 +244,6 @@ class Readings:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.pair, name)
-
-
-class Passes:
-    """What a :class:`Pair` leaves to its runtime's module of passes, ``gradients``."""
-
-    source: Any
-    target: Any
-    gradients: ClassVar[Any]
-
-    def read(self, sample: Sample, config: TranslatorConfig, attends: bool = False) -> Any:
-        more = {"kept": True} if config.state_maps else {}  # which PyTorch does not know
-        read = partial(self.gradients.read, self.source, self.target, sample, config.capture)
-        found = read(config.native_layers, attends=attends, **more)
-        if attends:
-            layers = zip(self.target.geometry.layers, found.attended, strict=True)
-            if any(layer.attends and not heard for layer, heard in layers):
-                raise _unmatched(self.target)
-        return found
-
-    def match(self, translator: Any, reading: Any, scale: float = 0.0) -> float:
-        first, own, match = translator.config.native_layers, reading.attended, self.gradients.match
-        layers = [t for t in range(first, len(own)) if own[t] and reading.sample.num_translated]
-        aligned, tokens = reading.sample.aligned, reading.whole[1].keys[0].shape[-2]
-        between = None if aligned is None else entries_seen(aligned, tokens)
-        passes = self.target, translator, reading
-        return sum(match(*passes, t, scale / len(layers), between) / len(layers) for t in layers)
-
-    def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
-        return self.gradients.conversation_loss(  # type: ignore[no-any-return]
-            self.target, translator, reading, objective, scale=scale
-        )
-
-    def reconstruction(self, translator: Any, states: tuple[Any, Any], scale: float = 0.0) -> float:
-        found: float = self.gradients.reconstruction_loss(translator, *states, scale=scale)
-        return found
 
 
 def pair_of(source: Model, target: Model) -> Pair:

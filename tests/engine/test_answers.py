@@ -20,7 +20,6 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
 from tests.support.fixtures import Models, Pair, Temp
 from tests.support.identity import identity_of
-from tests.support.native_caches import native
 from tests.support.responses import response
 from tests.support.talks import expected, spelled, talk_of, writing
 from tests.support.tool_callers import TEMPLATE, TOOLS
@@ -186,7 +185,7 @@ REFUSED = [
     ({"stop": ""}, "stop is ''; give a text, or a list of texts"),
     ({"stop": ["a", 3]}, "stop is .*; give a text, or a list of texts"),
     ({"tools": [{"type": {1}}]}, "tools must be what JSON can hold"),
-    ({"kv_group_size": 32}, "kv_group_size .*without kv_bits"),
+    ({"kv_group_size": 32}, "kv_group_size .*(without kv_bits|is no argument)"),
     ({"quantized_kv_start": 3}, "quantized_kv_start .*kv_bits|quantized_kv_start is no argument"),
 ]
 
@@ -296,28 +295,6 @@ def test_hand_over_takes_the_templates_switches(model: LanguageModel, pair: Pair
     assert tools[0].offset == len(announced) - 1
 
 
-@pytest.mark.parametrize("start", [0, 30])
-def test_kv_bits_for_one_reply(model: LanguageModel, start: int) -> None:
-    options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
-    talk, other = talk_of(model), talk_of(model)
-    for name, message in (("a", "the use of an other"), ("b", "is it on?")):
-        prompt = talk.transcript.prompt(model, [{"role": "user", "content": message}])
-        cache = native(model, prompt[:-1], 2048)
-        right = expected(model, prompt[-1:], 12, prompt_cache=cache, **options)
-        assert {type(c).__name__ for c in cache} == {"QuantizedKVCache"}
-        found = list(talk.stream_reply(name, message, max_tokens=12, **options))
-        assert [r.token for r in found] == right
-        line = talk.lines[name]
-        assert {type(c).__name__ for c in line.cache} == {"KVCache"}
-        assert len(line) == len(talk.transcript.tokens)
-    # What follows is as if the answers had been read: nothing of the rounding stays.
-    other.messages = talk.messages
-    asked = [{"role": "user", "content": "and you"}]
-    prompt = talk.transcript.prompt(model, asked)
-    found = [r.token for r in talk.stream_reply("a", "and you", max_tokens=12)]
-    assert found == expected(model, prompt, 12)
-
-
 @pytest.mark.parametrize("draft", ["b", "other"])
 def test_a_draft_changes_no_greedy_answer(model: LanguageModel, draft: str, tmp_path: Path) -> None:
     kind, sizes = tiny.FAMILIES["qwen3"]
@@ -344,7 +321,6 @@ def test_what_cannot_be_combined_is_said_before_anything_is_read(
         ({"draft_model": "b", "reasoning": "b"}, "draft_model cannot be used beside reasoning"),
         ({"draft_model": "b", "max_tokens": -1}, "with a draft model give a positive number"),
         ({"draft_model": pair[0]}, "has another vocabulary than"),
-        ({"kv_bits": 7}, "kv_bits is 7"),
         ({"messages": [{"role": "user", "content": "x"}]}, "message and messages are both given"),
     ):
         with pytest.raises(ValueError, match=message):

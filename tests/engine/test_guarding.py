@@ -378,8 +378,10 @@ def test_what_a_conversation_refuses(
     with pytest.raises(ValueError, match="guard"):
         Conversation({"a": models["dense"]}, guard=8)
     talk = Conversation(pair, poor, guard=8, on_doubt="heal")
-    with pytest.raises(ValueError, match="on_doubt is 'heal', and this answer would be written"):
-        talk.reply("a", "hi", max_tokens=2, kv_bits=8, kv_group_size=32)
+    with pytest.raises(
+        ValueError, match="on_doubt is 'heal', and draft_model lets this answer be written"
+    ):
+        talk.reply("a", "hi", max_tokens=2, draft_model="b")
     bare = [build(dataclasses.replace(t.config, provenance={}), t.to_weights()) for t in poor]
     with pytest.raises(kv.IncompatibleTranslatorError, match="`kvlingo-mlx verify TRANSLATOR"):
         Conversation(pair, bare, guard=8)

@@ -331,10 +331,6 @@ def test_bits_are_those_of_keys_and_values(models: Models) -> None:
             assert mx.array_equal(array, before[index][name]).item()
     options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "max_tokens": NEW}
     assert kv.generate(model, model, TOKENS, translator=same(model), **options)
-    talk = talk_of(model)
-    talk.reply("a", "hi there", **options)
-    assert talk.reply("b", "is it on?", **options)
-    check(talk)  # the lines read the answers themselves, with no bits
 
 
 def test_a_translator_that_cannot_be_made_is_not_advised(models: dict[str, Any]) -> None:

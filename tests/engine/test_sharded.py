@@ -215,7 +215,7 @@ def test_what_a_part_cannot_do_is_refused() -> None:
 
 @pytest.mark.parametrize("can", [True, False])
 def test_a_source_is_whole_where_it_fits(monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
-    """Else each rank has some of its heads, if mlx-lm can shard it; which one can say, too."""
+    """Else each rank has some of its heads, if mlx-lm can shard it."""
 
     load_whole = models.load
 
@@ -228,17 +228,10 @@ def test_a_source_is_whole_where_it_fits(monkeypatch: pytest.MonkeyPatch, can: b
     monkeypatch.setattr(models, "load", load)
     monkeypatch.setattr(models, "here", lambda: Ranks(0, 2))
     monkeypatch.setattr(Ranks, "gathered", lambda self, value: [True, value])
-    for placement, free, both in (
-        (None, None, False), (None, 10**9, False), (None, 10**6, can),
-        ("replicated", 10**6, False), ("sharded", 10**9, True),
-    ):  # fmt: skip
+    for free, both in ((None, False), (10**9, False), (10**6, can)):
         monkeypatch.setattr(models.memory, "free", lambda free=free: free)
-        if both and not can:
-            with pytest.raises(kv.UnsupportedModelError, match="cannot shard it"):
-                models.open_pair(*ENDS, "Hello", placement)
-            continue
-        source, target = models.open_pair(*ENDS, "Hello", placement)
-        assert source.group.several == both and target.group.several, (placement, free)
+        source, target = models.open_pair(*ENDS, "Hello")
+        assert source.group.several == both and target.group.several, free
 
 
 @pytest.mark.parametrize("verb", ["pair", "bench", "eval"])

@@ -5,7 +5,6 @@ import os
 import random
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +46,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
 
 @pytest.fixture(scope="module")
 def server(ends: tuple[Any, Any, Any]) -> Iterator[Offered]:
-    with offered(ends[0], [ends[2]]) as found:
+    with offered(ends[0]) as found:
         yield found
 
 
@@ -79,16 +78,15 @@ def remote(network: Network, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(10 if MANY else 1))
-@pytest.mark.parametrize("sent", ["states", "translated"])
 def test_connections_cut_at_random_bytes(
-    ends: tuple[Any, Any, Any], network: Network, hand: Hand, seed: int, sent: str
+    ends: tuple[Any, Any, Any], network: Network, hand: Hand, seed: int
 ) -> None:
     """Heads, bodies and requests; a transfer goes on at its byte, and the cache is the same."""
     rng = random.Random(seed)
     network.cut(rng.choice((rng.randrange(1, 400), rng.randrange(400, 6000))) for _ in range(CUTS))
     own, handed = hand(ends[0]), 0
     while network.cuts < CUTS and handed < 20:
-        assert equal(own, hand(remote(network, sent=sent)))
+        assert equal(own, hand(remote(network)))
         handed += 1
     assert network.cuts == CUTS
 
@@ -185,13 +183,13 @@ def test_what_is_right_and_was_not_asked_for_is_refused(
 def test_a_server_that_is_started_again(ends: tuple[Any, Any, Any], hand: Hand) -> None:
     """In the middle: it reads again, and sends only what has not come."""
     own = hand(ends[0])
-    first = Offered(ends[0], [ends[2]])
+    first = Offered(ends[0])
     network, later = Network(first.port), []
     source = remote(network)
 
     def restart() -> None:
         first.stop()
-        later.append(Offered(ends[0], [ends[2]]))
+        later.append(Offered(ends[0]))
         network.port = later[0].port
 
     network.events.append((60_000, restart))
@@ -393,31 +391,6 @@ def test_what_is_no_such_server(answer: bytes) -> None:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_server_that_lacks_the_translator(
-    ends: tuple[Any, Any, Any], hand: Hand, store: Path, tmp_path: Path
-) -> None:
-    """States are sent, which is told; once it is in the store there, it is found."""
-    wide = kv.load(tiny.write_tiny_model(tmp_path / "w", "qwen3", seed=3, layers=2, kv_heads=4,
-                                         head_dim=64))  # fmt: skip
-    tiny.write_random_translator(tmp_path / "t", wide.path, ends[1].path, nu=1)
-    found = kv.load_translator(tmp_path / "t")
-    options = {"translator": found, "prefill_step_size": STEP, "max_tokens": 1}
-    with offered(wide) as server:
-        with pytest.warns(kv.KVLingoWarning, match="lacks the translator from .*serve-pref"):
-            last = [*kv.stream_generate(server.address, ends[1], PROMPT, **options)][-1]
-        assert last.received.sent == "states" and last.received.lacking
-        with pytest.raises(
-            RemoteModelError, match="refuses: this machine does not have the transl"
-        ):
-            remote_one = kv.connect(server.address, sent="translated")
-            kv.hand_over(remote_one, ends[1], PROMPT, translator=found)
-        found.save(store / "kept")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            last = [*kv.stream_generate(server.address, ends[1], PROMPT, **options)][-1]
-        assert last.received.sent == "translated" and not last.received.lacking
-
-
 def test_what_needs_more_than_states_is_refused(
     ends: tuple[Any, Any, Any], server: Offered, tmp_path: Path
 ) -> None:
@@ -461,7 +434,6 @@ def test_what_needs_more_than_states_is_refused(
     [
         ({"address": "qwen"}, "give host:port"),
         ({"address": "host:99999"}, "give host:port"),
-        ({"address": "h:1", "sent": "all"}, "give fewest, states, translated"),
         ({"address": "h:1", "patience": 0}, "a number of seconds above 0"),
     ],
 )
@@ -483,7 +455,7 @@ def test_orders_that_make_no_sense(ends: tuple[Any, Any, Any], server: Offered) 
         {"more": 1}, {"tokens": [1, "2"]}, {"tokens": []}, {"tokens": [10**9] * 3},
         {"tokens": [1] * 600}, {"tokens": [True, 1, 1]}, {"step_size": 0}, {"wanted": {}},
         {"wanted": {"keys.0": 3}}, {"wanted": {"keys.9": 0}}, {"wanted": {"../x": 0}},
-        {"capture": "latent"}, {"dtype": "float32"}, {"translator": "x"}, {"model": "x"}, None, {},
+        {"capture": "latent"}, {"model": "x"}, None, {},
     ):  # fmt: skip
         changed = changed and {**good, **changed}
         request = urllib.request.Request(

@@ -5,7 +5,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -18,13 +18,11 @@ PIECE = 2**16
 class Offered:
     """A model that is offered on a port of this machine."""
 
-    def __init__(
-        self, model: LanguageModel, translators: Sequence[Any] = (), jobs: int = 4, **told: Any
-    ) -> None:
+    def __init__(self, model: LanguageModel, jobs: int = 4, **told: Any) -> None:
         settings = Settings(models={"source": "x"}, port=0, **told)
         listener = server.bind(settings.host, settings.port)
         self.port = listener.getsockname()[1]
-        self.server = prefill.PrefillServer(model, settings, translators, jobs)
+        self.server = prefill.PrefillServer(model, settings, jobs)
         self._thread = threading.Thread(target=self.server.run_at, args=(listener,))
         self._thread.start()
         self.listener = listener

@@ -117,7 +117,7 @@ class PaperComparison(packages.Comparison):
         given = self.options.data or "", self.options.count
         return windows.task(*self.models, *given, (prefix, continuation))
 
-    def line_up(self, baselines: Sequence[str], **more: Any) -> list[Condition]:
+    def line_up(self, baselines: Sequence[str]) -> list[Condition]:
         """The package's, reuse and DroidSpeak too, each at every point of a prompt."""
         from benchmarks.paper.evaluation import baselines as further
         from benchmarks.paper.evaluation import points, reuse
@@ -129,7 +129,7 @@ class PaperComparison(packages.Comparison):
         if any(reuse.is_reuse(spec) for spec in baselines):
             shared = reuse.Reuse(*models)
         lab = [s for s in baselines if reuse.is_reuse(s) or s in further.NAMES]
-        own = super().line_up([s for s in baselines if s not in lab], **more)
+        own = super().line_up([s for s in baselines if s not in lab])
         first, *others = own
         at = partial(points.moved, models=models, writer=self.writer, tasks=tasks)
         line = [first] + ([at(first, points.TRACE)] if points.TRACE in self.points else [])
@@ -142,8 +142,7 @@ class PaperComparison(packages.Comparison):
                 continue
             if spec in further.NAMES:
                 translator = next(iter(self.named.values()))[0]
-                match = self.options.some("native_layers allow_mismatch")
-                one = further.baseline(spec, *models, translator, **match)
+                one = further.baseline(spec, *models, translator, self.options.native_layers)
             else:
                 one = next(controls)
             line += [at(one, p) for p in (self.points if spec in CONTROLS else (points.PROMPT,))]

@@ -23,9 +23,8 @@ def baseline(
     target: LanguageModel,
     translator: Translator,
     native_layers: int | str | None = 0,
-    **match: Any,
 ) -> Condition:
-    """``canonical`` or ``folded``; ``match`` is ``allow_mismatch``.
+    """``canonical`` or ``folded``.
 
     ``canonical`` is between two tokenizers: translated keys at their entries' own places, not at
     assigned positions. ``folded`` translates nothing: the target reads the source's own cache.
@@ -36,10 +35,10 @@ def baseline(
     """
     if spec == "folded":
         check_whole(translator.config, native_layers)
-        return _folded(source, target, translator, **match)
+        return _folded(source, target, translator)
     if translator.config.alignment is None:
         raise ValueError("--baselines names 'canonical', which needs a pair of two tokenizers")
-    found = lineup.translated(spec, source, target, [translator], **match)
+    found = lineup.translated(spec, source, target, [translator])
     make = canonical(found.makers[0])
     return Condition(spec, (make,), found.identity | {"canonical": True})
 
@@ -61,9 +60,7 @@ def in_order(aligned: AlignedPrefix) -> AlignedPrefix:
     return replace(aligned, positions=place[: len(aligned.rows)])
 
 
-def folded(
-    source: LanguageModel, target: LanguageModel, translator: Translator, **match: Any
-) -> CacheMaker:
+def folded(source: LanguageModel, target: LanguageModel, translator: Translator) -> CacheMaker:
     """Make caches with which the target reads the source's own cache (folded decoding).
 
     The translator must be linear and post-RoPE. It serves every layer, whatever native layers it
@@ -73,19 +70,16 @@ def folded(
         IncompatibleTranslatorError, UnsupportedModelError: Folding is not possible; the message
             says why.
     """
-    folding.check_foldable(source, target, translator, **match)
-    return lambda prefix: folding.folded_hand_over(
-        source, target, target_ids(prefix), translator=translator, native_layers=0, **match
-    )
+    folding.check_foldable(source, target, translator)
+    given: Any = {"translator": translator, "native_layers": 0, "allow_mismatch": True}
+    return lambda prefix: folding.folded_hand_over(source, target, target_ids(prefix), **given)
 
 
-def _folded(
-    source: LanguageModel, target: LanguageModel, translator: Translator, **match: Any
-) -> Condition:
+def _folded(source: LanguageModel, target: LanguageModel, translator: Translator) -> Condition:
     def at_switch(prefix: Prefix) -> Action:
         theirs = folding.prefill(source, [target_ids(prefix)[:-1]], 2048)
-        return lambda: folding.fold_caches(theirs, source, target, translator, **match)
+        return lambda: folding.fold_caches(theirs, source, target, translator)
 
-    make = folded(source, target, translator, **match)
+    make = folded(source, target, translator)
     identity = {"source": identity_of(source), "translators": [translator.digest], "folded": True}
     return Condition("folded", (make,), identity, at_switch)

@@ -51,12 +51,7 @@ def hidden(target: TorchModel) -> CacheMaker:
 
 
 def translated(
-    source: TorchModel,
-    target: TorchModel,
-    translator: Any,
-    native_layers: int = 0,
-    *,
-    allow_mismatch: bool = False,
+    source: TorchModel, target: TorchModel, translator: Any, native_layers: int = 0
 ) -> CacheMaker:
     """Make caches that are translated from the source's, above the target's native layers.
 

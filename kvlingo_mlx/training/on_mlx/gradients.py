@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -33,26 +32,10 @@ from kvlingo_mlx.training.on_mlx.attention import Attended, attended, match  # n
 from kvlingo_mlx.training.on_mlx.layers import Entry, Pass
 from kvlingo_mlx.training.on_mlx.losses import loss_of
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
-from kvlingo_mlx.training.runtime import matched_positions
+from kvlingo_mlx.training.runtime import PairReading, continued, matched_positions
 
 STEP = 2048  # tokens of a chunk in the passes without gradient
 SEGMENT = 512  # tokens of a recurrence whose steps are in memory at once
-
-
-@dataclass(frozen=True)
-class FrozenPasses:
-    """The results of the two no-gradient passes, which all translators of a pair share."""
-
-    sample: Sample  # the conversation
-    # The source's states of ``prefix[:-1]``; with two tokenizers, of its translated tokens. None if
-    # there are none.
-    states: KVStates | None
-    native: list[Entry]  # the target's own cache entries of ``prefix[:-1]`` in its native layers
-    # (M, width) the target's final hidden states that predict the continuation, from its own cache
-    teacher: mx.array
-    # Of the whole text, where attention is matched: both models' states, and the target's queries.
-    whole: tuple[KVStates, KVStates] | None = None
-    attended: Sequence[Sequence[Attended]] = ()
 
 
 @in_chunks(gradient=False)
@@ -64,7 +47,7 @@ def read(
     native_layers: int = 0,
     kept: bool = False,
     attends: bool = False,
-) -> FrozenPasses:
+) -> PairReading:
     """Read a conversation with both models.
 
     ``kept`` keeps the source's recurrent states in the place of what went into them. With
@@ -90,7 +73,7 @@ def read(
             first = every.part(0, num_read) if num_read else None
         more = {"whole": (every, own_states), "attended": gathered}
         if not native_layers:
-            return FrozenPasses(sample, first, [], hidden[num_read:], **more)
+            return PairReading(sample, first, [], hidden[num_read:], **more)
         cache = make_prompt_cache(target.model)
     for start in range(0, num_read, STEP):
         with working():
@@ -109,7 +92,7 @@ def read(
         mx.eval(teacher)
     del cache
     states = _source_states(source, sample, reads)
-    return FrozenPasses(sample, states, own, teacher, **more)
+    return PairReading(sample, states, own, teacher, **more)
 
 
 def _content(cache: Any) -> Entry:
@@ -135,7 +118,7 @@ def _source_states(
 def conversation_loss(
     target: LanguageModel,
     translator: MLXTranslator,
-    reading: FrozenPasses,
+    reading: PairReading,
     objective: Objective,
     *,
     scale: float = 0.0,
@@ -181,7 +164,7 @@ def conversation_loss(
 
 
 def _entry(
-    target: LanguageModel, translator: MLXTranslator, reading: FrozenPasses, layer: int, start: int
+    target: LanguageModel, translator: MLXTranslator, reading: PairReading, layer: int, start: int
 ) -> Entry:
     """A translated layer's cache entries from position ``start`` on."""
     kept: Entry | None = None
@@ -194,7 +177,7 @@ def _entry(
 
 
 def _spans(
-    target: LanguageModel, translator: MLXTranslator, reading: FrozenPasses, layer: int, start: int
+    target: LanguageModel, translator: MLXTranslator, reading: PairReading, layer: int, start: int
 ) -> list[slice]:
     """The positions from ``start`` on; a recurrent layer's in segments of ``SEGMENT`` tokens.
 
@@ -212,7 +195,7 @@ def _spans(
 def _part(
     target: LanguageModel,
     translator: MLXTranslator,
-    reading: FrozenPasses,
+    reading: PairReading,
     layer: int,
     span: slice,
     *,
@@ -258,21 +241,15 @@ def _continued(
 
     Returns:
         The pass, and the context in which it and its parts run.
-
-    Between two tokenizers, the same pass also reads the prefix tokens that the target prefills
-    itself. The order is then: translated entries, those tokens, the last prefix token, the
-    continuation.
     """
-    following = (sample.prefix[-1], *sample.continuation[:-1])
     aligned = sample.aligned
     if aligned is None:
+        following = (sample.prefix[-1], *sample.continuation[:-1])
         return lambda: hidden_states(target, following, cache), contextlib.nullcontext
-    own = [sample.prefix[position] for position in aligned.own]
-    positions = aligned.others(len(sample.prefix) - 1 + len(following))
-    visible = aligned.seen(positions, positions)
+    tokens, positions, visible = continued(sample)
     places, seen = mx.array(positions + aligned.shift), mx.array(visible)[None, None]
     return (
-        lambda: hidden_states(target, (*own, *following), cache)[len(own) :],
+        lambda: hidden_states(target, tokens, cache)[len(aligned.own) :],
         functools.partial(placed, target, cache, places, seen),
     )
 
@@ -280,7 +257,7 @@ def _continued(
 def _pulled(
     target: LanguageModel,
     translator: MLXTranslator,
-    reading: FrozenPasses,
+    reading: PairReading,
     layer: int,
     start: int,
     gradient: Entry,

@@ -25,7 +25,7 @@ from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx import gradients, memory
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.plan import TrainingPlan
-from kvlingo_mlx.training.runtime import Passes
+from kvlingo_mlx.training.runtime import Pair
 from kvlingo_mlx.translators import build
 
 
@@ -37,8 +37,8 @@ def _no_gradient(name: str, reason: str) -> str:
 
 
 @dataclass(frozen=True)
-class MLXPair(Passes, DeviceRows):
-    """See :class:`kvlingo_mlx.training.runtime.Pair`."""
+class MLXPair(DeviceRows, Pair):
+    """Two models on MLX."""
 
     runtime: ClassVar[str] = "mlx"
     gradients: ClassVar[Any] = gradients

@@ -1,6 +1,7 @@
 """The gradient that is taken layer by layer, against one trace of the whole pass."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,25 @@ def test_hybrids_native_layers_are_left_alone(families: Models, name: str) -> No
     assert pair.loss(made, reading, KL).kl == first.kl
     exact = make_config(pair.source, pair.target, TrainingPlan())
     assert first.kl != pair.loss(made, pair.read(sample, exact), KL).kl
+
+
+def test_it_needs_less_memory(models: Models) -> None:
+    """What a layer keeps for its backward pass is there once, not once a layer."""
+    pair = pair_of(models["dense"], models["wide"])
+    config = make_config(pair.source, pair.target, TrainingPlan())
+    reading = pair.read(Random(200, 400).sample(0), config)
+
+    def peak(learn: Callable[[MLXTranslator], object]) -> int:
+        made = pair.trainable(config, random_arrays(config, 3))
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        learn(made)
+        mx.eval(list(made.gradients.values()))
+        return mx.get_peak_memory() - before
+
+    whole = peak(lambda made: traced(pair, made, reading))
+    assert peak(lambda made: pair.loss(made, reading, KL, 1.0)) < 0.7 * whole
 
 
 def test_nothing_is_kept(models: Models) -> None:

@@ -31,6 +31,7 @@ from kvlingo_mlx.cuda.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.errors import KVLingoError, MissingModelError  # noqa: E402
 from kvlingo_mlx.format import translator_folder  # noqa: E402
 from kvlingo_mlx.format.geometry import canonical_json, configured_rope  # noqa: E402
+from kvlingo_mlx.group import Group  # noqa: E402
 from kvlingo_mlx.phases import shown  # noqa: E402
 from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
@@ -326,6 +327,17 @@ def test_a_full_disk_keeps_what_was_kept_before(
             training(torch_models, tmp_path / "t", RATES, keep_every=0.0).run()
     assert not list(tmp_path.rglob("*.tmp"))
     assert same_result(training(torch_models, tmp_path / "t", RATES).run(), unbroken)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_shares_are_fair_and_cover_everything(size: int) -> None:
+    rng = np.random.default_rng(size)
+    costs = (10 ** rng.uniform(1, 4, 16)).astype(int).tolist()
+    shares = [Group(rank, size).share(costs) for rank in range(size)]
+    assert sorted(i for share in shares for i in share) == list(range(16))
+    loads = [sum(costs[i] for i in share) for share in shares]
+    # The largest load of longest-first is within 4/3 of the best, which is at least this.
+    assert max(loads) <= 4 / 3 * max(max(costs), math.ceil(sum(costs) / size))
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from typing import Any, get_args, get_type_hints
 
 from kvlingo_mlx.backend import mx
 
-import numpy as np
 import pytest
 from typer.core import TyperCommand
 
@@ -498,19 +497,6 @@ def test_parts_of_text_are_one_text(models: Models) -> None:
     ):
         with pytest.raises(ValueError, match="has a part of type 'image_url'; models read text"):
             refuse()
-
-
-def test_fit_takes_a_files_path(models: Models, tmp_path: Path) -> None:
-    """What a user writes first; the same translator as from its records."""
-    pair = models["dense"], models["wide"]
-    records = [{"text": "one two three four five six seven eight nine ten " * 4}]
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps(records[0]) + "\n")
-    made = [kv.fit(*pair, data).to_weights().arrays for data in (records, path, str(path))]
-    for name, array in made[0].items():
-        assert np.array_equal(array, made[1][name]) and np.array_equal(array, made[2][name])
-    with pytest.raises(ValueError, match="absent.jsonl cannot be read"):
-        kv.fit(*pair, "absent.jsonl")
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])

@@ -217,9 +217,13 @@ def test_a_receipt_that_is_none(embedded: Path) -> None:
     """A stranger's provenance may hold anything."""
     config = translator_folder.read_config(embedded)
     numbers = {"prompts": NAME, "kl": 1.0, "top1": 1.0}
+    own = {"data": "mine.jsonl", "conversations": 8, "hidden_kl": 1.0, "kl": 1.0}
+    whole = config.provenance["receipt"]
+    assert receipt_of(replace(config, provenance={"receipt": {**whole, "own": own}})) is not None
     for left in (
         None, {}, {**numbers, "prompts": "dialogues-0"}, {**numbers, "kl": "low"},
-        {**numbers, "native_layers": -1},
+        {**numbers, "native_layers": -1}, {**whole, "own": 3},
+        {**whole, "own": {**own, "kl": "low"}}, {**whole, "own": {**own, "data": 3}},
     ):  # fmt: skip
         assert receipt_of(replace(config, provenance={"receipt": left})) is None
     assert receipt_of(replace(config, provenance={"receipt": numbers})) is not None

@@ -25,10 +25,9 @@ from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.embedded.dialogues import for_fitting, held_out
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families import family_of, register
-from kvlingo_mlx.tokenization.samples import Sample, tokenise
-from tests.support import ROOT, repository_tools, tiny
-from tests.support.identity import identity_of
-from tests.support.native_caches import TOKENS, alike, held, logits, native
+from kvlingo_mlx.tokenization.samples import tokenise
+from tests.support import ROOT, repository_tools
+from tests.support.native_caches import TOKENS, held
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -209,48 +208,6 @@ def test_both_runtimes_agree_and_cache_the_same_latents(mixed: Path, talks: list
         assert latents.shape == (1, 1, 95, rank) and rotary.shape == (1, 1, 95, 64 + 8)
         assert np.abs(latents - theirs.keys.numpy()).max() < 1e-4
         assert np.abs(rotary[..., :64] - theirs.values.numpy()).max() < 1e-4
-
-
-@pytest.mark.parametrize("step", [7])
-def test_handed_to_itself_it_answers_as_it_does_alone(mixed: Path, step: int) -> None:
-    model = kv.load(mixed)
-    layers = model.geometry.layers
-    assert {(g.attention, g.kv_heads, g.key_dim) for g in layers} == {("latent", 1, 64)}
-    translator = identity_of(model, capture="latent")
-    cache = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=step)
-    own = native(model, TOKENS[:-1], step)
-    for mine, theirs in zip(cache, own, strict=True):
-        assert all(alike(a, b) for a, b in zip(held(mine), held(theirs), strict=True))
-    assert alike(logits(model, cache, TOKENS[-1]), logits(model, own, TOKENS[-1]), 1e-4)
-
-
-def test_translators_between_two_converted_models(convert: Convert, tmp_path: Path) -> None:
-    """Latents of another width and other pairs in the rotary key; refused for the original."""
-    options = {
-        "small": dict(seed=3, layers=2, kv_heads=2, head_dim=16),
-        "large": dict(seed=4, layers=3, kv_heads=4, head_dim=16, hidden=96, heads=8),
-    }
-    plain = {n: tiny.write_tiny_model(tmp_path / n, "qwen3", **o) for n, o in options.items()}
-    source = kv.load(
-        convert("small", plain["small"], rank=48, rotary=16, ranks="total", multiple=8)
-    )
-    target = kv.load(convert("large", plain["large"], rank=64, rotary=32))
-    samples = [Sample(tuple(tiny.random_tokens(200, seed)), ()) for seed in range(3)]
-    fitted = kv.fit(source, target, samples)
-    assert fitted.config.capture == "latent"
-    loaded = kv.load_translator(fitted.save(tmp_path / "translator"))
-    cache = kv.hand_over(source, target, TOKENS, translator=loaded, prefill_step_size=7)
-    count = len(TOKENS) - 1
-    assert {tuple(a.shape for a in held(layer)) for layer in cache} == {
-        ((1, 1, count, 64), (1, 1, count, 32 + 8))
-    }
-    itself = kv.fit(source, source, samples)
-    cache = kv.hand_over(source, source, TOKENS, translator=itself, prefill_step_size=7)
-    for found, wanted in zip(cache, native(source, TOKENS[:-1], 7), strict=True):
-        for a, b in zip(held(found), held(wanted), strict=True):
-            assert np.linalg.norm(a - b) / np.linalg.norm(b) < 1e-3
-    with pytest.raises(kv.IncompatibleTranslatorError, match="latents .* into latents only"):
-        kv.fit(source, plain["large"], samples)
 
 
 def test_the_package_alone_names_what_to_import(convert: Convert) -> None:

@@ -4,20 +4,17 @@ import json
 import shutil
 from pathlib import Path
 
-from kvlingo_mlx.backend import mx, nn
+from kvlingo_mlx.backend import mx
 
 import mlx_lm.models
 import mlx_lm.utils
 import numpy as np
 import pytest
-from mlx_lm.models import rope_utils
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.errors import MissingModelError, UnsupportedModelError
 from kvlingo_mlx.families import REASONS, base, family_of, known_families
-from kvlingo_mlx.families.base import Finish
-from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
-from kvlingo_mlx.models.keys import Rotation
+from kvlingo_mlx.format.geometry import RopeSpec
 from tests.support import TESTS, hybrid_models, plain_models, tiny
 from tests.support.fixtures import Models
 from tests.support.native_caches import TOKENS
@@ -41,39 +38,6 @@ def test_every_family_is_known_by_its_norms(families: Models, tmp_path: Path) ->
     for name in ("phi", "nemotron", "cohere", "llama"):
         other = plain_models.write_plain_model(tmp_path / name, name, seed=2)
         assert kv.load(other).norms_fingerprint != families[name].norms_fingerprint, name
-
-
-ROPES = {
-    "default": None,
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "llama3": plain_models.LLAMA3,
-    "yarn": plain_models.YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
-    "longrope": plain_models.LONG | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
-    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
-}
-
-
-@pytest.mark.parametrize("traditional", [False, True])
-@pytest.mark.parametrize("kind", ROPES)
-def test_rotation_is_the_modules_own(kind: str, traditional: bool) -> None:
-    """Keys of a span and a layer group, whichever way they are computed."""
-    module = rope_utils.initialize_rope(16, 5000.0, traditional, ROPES[kind], 512)
-    config = {"rope_theta": 5000.0, "rope_scaling": ROPES[kind]}
-    spec = configured_rope(config, 16, traditional=traditional)
-    keys = mx.random.normal((2, 1, 3, 9, 16))
-    found = Rotation(5)(keys, Finish(None, 0.0, module, spec))
-    for layer, array in zip(found, keys, strict=True):
-        assert np.array_equal(np.array(layer), np.array(module(array, offset=5)))
-    assert np.abs(np.array(found - Rotation(6)(keys, Finish(None, 0.0, module, spec)))).max() > 0.1
-
-
-def test_rotation_of_a_part_of_each_head() -> None:
-    module = nn.RoPE(8, base=5000.0)
-    keys = mx.random.normal((1, 1, 3, 9, 16))
-    finish = Finish(None, 0.0, module, RopeSpec("default", 5000.0, 8))
-    found = np.array(Rotation(5)(keys, finish))
-    assert np.array_equal(found[0], np.array(module(keys[0], offset=5)))
-    assert np.array_equal(found[..., 8:], np.array(keys)[..., 8:])
 
 
 @pytest.mark.parametrize(

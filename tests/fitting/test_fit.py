@@ -7,14 +7,14 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import fitting
 from kvlingo_mlx.fitting.attention import attention_mass
+from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples, tokenise
+from kvlingo_mlx.tokenization.samples import Sample, to_samples, tokenise
 from tests.support import plain_models, tiny
 from tests.support.random_samples import samples
 
@@ -44,13 +44,6 @@ def test_ids_of_the_continuation_are_checked(models: dict[str, LanguageModel]) -
     wrong = Sample((5, 6, 7, 8), (330, 7))
     with pytest.raises(ValueError, match="token id 330 is outside the 320 ids"):
         kv.fit(models["dense"], models["wide"], [wrong], norm="attention")
-
-
-def test_jsonl_of_any_unicode(tmp_path: Path) -> None:
-    path, text = tmp_path / "d.jsonl", "line\u2028separator and \x85 more"
-    line = json.dumps({"text": text}, ensure_ascii=False)
-    path.write_bytes(b"\xef\xbb\xbf" + (line + "\r\n" + line).encode())  # with a byte-order mark
-    assert [record["text"] for record in read_jsonl(path)] == [text, text]
 
 
 def test_an_answer_before_any_question_is_none(models: dict[str, LanguageModel]) -> None:
@@ -84,38 +77,13 @@ def test_head_wise_maps_are_least_squares(models: dict[str, LanguageModel]) -> N
             assert np.linalg.norm(x @ weight.T - fitted) < 1e-4 * np.linalg.norm(fitted)
 
 
-def test_attention_mass_equals_a_plain_loop(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+def test_attention_that_is_seen_and_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Softmax of every query against every key, one head and one query at a time."""
-    target, sample = models["dense"], samples(1, 30)[0]
-    monkeypatch.setattr(fitting.attention, "SCORE_NUMBERS", 400)  # two queries a block
-    mass = attention_mass(target, sample, step_size=7)
-    assert mass.shape == (3, 30)
-    cache = make_prompt_cache(target.model)
-    tokens = mx.array([*sample.prefix, *sample.continuation])
-    modules = [a.q_proj for a in target.attentions]
-    recorder = capture.Recorder(modules)
-    with recorder.recording():
-        target.model(tokens[None], cache=cache)
-        projected = recorder.take()
-    for layer, attention in enumerate(target.attentions):
-        queries = attention.q_norm(projected[layer].reshape(1, 39, 4, -1)).transpose(0, 2, 1, 3)
-        q = np.array(attention.rope(queries))[0].astype(np.float64)
-        k = np.array(cache[layer].keys_and_values()[0])[0].astype(np.float64)
-        expected = np.zeros(30)
-        for head in range(4):
-            for position in range(30, 39):
-                scores = k[head // 2, : position + 1] @ q[head, position] / np.sqrt(q.shape[-1])
-                weights = np.exp(scores - scores.max())
-                expected += (weights / weights.sum())[:30] / (4 * 9)
-        assert np.allclose(mass[layer], expected, atol=1e-6)
-
-
-def test_attention_that_is_seen_and_that_is_not(tmp_path: Path) -> None:
-    """A wrapper's windows count, though its caches are whole; gemma2 computes by itself."""
+    """A wrapper's windows count, though its caches are whole; gemma2 computes by itself. What is
+    seen is compared with transformers in test_training_families."""
     sample, found = samples(1, 30)[0], {}
-    for name in ("llama", "llava", "gemma2"):
+    for name in ("llama", "gemma2", "llava"):
         (tmp_path / name).mkdir()
         model = kv.load(plain_models.write_plain_model(tmp_path / name, name))
         if name == "gemma2":
@@ -124,6 +92,8 @@ def test_attention_that_is_seen_and_that_is_not(tmp_path: Path) -> None:
         else:
             found[name] = attention_mass(model, sample, step_size=7)
     assert (found["llama"][0] == 0).sum() == 30 - 15 and (found["llama"][1] > 0).all()
+    monkeypatch.setattr(fitting.attention, "SCORE_NUMBERS", 400)  # few queries a block
+    assert np.allclose(attention_mass(model, sample), found["llava"], atol=1e-6)
     assert np.allclose(*found.values(), atol=1e-6)
 
 
@@ -160,25 +130,6 @@ def test_samples_beyond_the_context_are_left_out(models: dict[str, LanguageModel
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"not json", "1 record is skipped: .*line 1: not JSON"),
-        (b"", "holds no records"),
-        (b"55", "line 1: expected"),
-        (b'{"messages": []}', "line 1: expected"),
-        (None, "cannot be read"),
-    ],
-)
-def test_bad_data(tmp_path: Path, data: bytes | None, message: str) -> None:
-    path = tmp_path / "data.jsonl"
-    if data is not None:
-        path.write_bytes(data)
-    with pytest.raises(ValueError, match=message) as caught:
-        read_jsonl(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"norm": "euclid"}, "norm is 'euclid'; it must be one of frobenius"),
@@ -187,10 +138,14 @@ def test_bad_data(tmp_path: Path, data: bytes | None, message: str) -> None:
         ({"nu": 4}, "nu is 4; it must be 1 to 3"),
         ({"ridge": -1e-9}, "ridge is -1e-09; give 0 or more, or leave it out"),
         ({"ridge": float("inf")}, "ridge is inf; give 0 or more"),
+        ({"assignment": "best"}, "assignment is 'best'; it must be relative_depth, r2 or greedy"),
+        ({"assignment": "r2", "nu": 4}, "nu is 4; it must be 1 to 3"),
+        ({"assignment": Assignment(((0,),), ((0,),))}, "assignment.keys has 1 lists for 3 target"),
+        ({"assignment": Assignment(((9,),) * 3, ((0,),) * 3)}, "expected distinct layers, 0 to 2"),
     ],
 )
 def test_bad_arguments(models: dict[str, LanguageModel], options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, kv.KVLingoError), match=message):
         kv.fit(models["dense"], models["wide"], samples(1, 10), **options)
     with pytest.raises(ValueError, match="2 target heads are no multiple of 4 source"):
         kv.fit(models["wide"], models["dense"], samples(1, 9), head_mixing=False)

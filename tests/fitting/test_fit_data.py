@@ -35,8 +35,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, draw = tmp_path_factory.mktemp("data") / "sorted.jsonl", np.random.default_rng(3)
     lines = []
     for number in range(600):
-        text = "AB"[number // 300] + " " + " ".join(draw.choice(WORDS, 60))
-        lines += [json.dumps({"text": text}), " " * (number % 2)]  # blank lines are no records
+        text = "AB"[number // 300] + "\u2028" + " ".join(draw.choice(WORDS, 60))
+        line = json.dumps({"text": text}, ensure_ascii=False)
+        lines += [line, " " * (number % 2)]  # blank lines are no records
     path.write_text("\n".join(lines), encoding="utf-8-sig")
     return path
 
@@ -95,7 +96,7 @@ def test_how_much_is_read_by_itself(pair: Any, file: Path) -> None:
 def test_the_fit_that_is_made(pair: Any, file: Path) -> None:
     source, target, config = pair
     told: list[str] = []
-    made = kv.fit(source, target, file, tokens=2000, say=told.append)
+    made = kv.fit(source, target, str(file), tokens=2000, say=told.append)
     facts = made.config.provenance
     assert 2000 <= facts["prefix_tokens"] < 2250
     assert facts["records"] == facts["samples"] + JUDGES

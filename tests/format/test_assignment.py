@@ -55,14 +55,6 @@ def test_bands_are_nearest(num_source: int) -> None:
                 check(num_source, num_target, nu)
 
 
-@pytest.mark.parametrize(
-    ("num_source", "nu"), [(28, 0), (28, -1), (28, 29), (1, 2), (0, 1), (0, 0)]
-)
-def test_impossible_nu(num_source: int, nu: int) -> None:
-    with pytest.raises(ValueError, match=rf"^nu is {nu}; it must be 1 to {num_source}\b"):
-        relative_depth(num_source, 4, nu)
-
-
 def layers_of(kinds: str) -> list[LayerGeometry]:
     """Layers by letter: (f)ull, (s)liding, (g)ated delta, (m)amba2, (c)onvolution."""
     delta = Recurrence(key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel=4)

@@ -272,48 +272,31 @@ def test_the_key_is_true_or_missing_and_its_kind_solved(tmp_path: Path) -> None:
     refuse(mapped.put(tmp_path / "t", data), "kind is 'mlp', which has no maps of states")
 
 
-def _of_two_rules(data: Json) -> None:
-    data["target"]["layers"][1] |= mapped.recurrent("mamba2", TARGET)
+ENDS = ("source", "layers", 0), ("source", "layers", 2), ("target", "layers", 1)
+FIRST_LAYER = mapped.config_json()["target"]["layers"][:1]
+UNFIT: list[tuple[dict[Place, Any], tuple[str, ...]]] = [
+    ({ENDS[2]: mapped.recurrent("mamba2", TARGET)},
+     ("of one rule", "house/reader has those of gated_delta", "of mamba2")),
+    ({("target", "layers"): FIRST_LAYER, ("assignment",): {side: [[1]] for side in SIDES}},
+     ("of one rule", "house/writer has none")),
+    (dict.fromkeys(ENDS, recurrent("short_conv")), ("short convolutions", "no state")),
+    ({ENDS[1]: mapped.recurrent("gated_delta", TARGET)}, ("several shapes",)),
+    ({("assignment", side, 1): [0, 1] for side in SIDES},
+     ("target layer 1 reads source layer 1", "gated_delta")),
+    ({("assignment", "values", 1): [2, 0]}, ("[0, 2]", "[2, 0]", "one list")),
+]  # fmt: skip
 
 
-def _plain(data: Json) -> None:
-    data["target"]["layers"] = data["target"]["layers"][:1]
-    data["assignment"] = {side: [[1]] for side in SIDES}
-
-
-def _convolutions(data: Json) -> None:
-    for end, index in (("source", 0), ("source", 2), ("target", 1)):
-        data[end]["layers"][index] |= recurrent("short_conv")
-
-
-def _unlike_layers(data: Json) -> None:
-    data["source"]["layers"][2] |= mapped.recurrent("gated_delta", TARGET)
-
-
-def _other_kinds(data: Json) -> None:
-    data["assignment"]["keys"][1] = data["assignment"]["values"][1] = [0, 1]
-
-
-def _two_lists(data: Json) -> None:
-    data["assignment"]["values"][1] = [2, 0]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (_of_two_rules, ("of one rule", "house/reader has those of gated_delta", "of mamba2")),
-        (_plain, ("of one rule", "house/writer has none")),
-        (_convolutions, ("short convolutions", "no state")),
-        (_unlike_layers, ("several shapes",)),
-        (_other_kinds, ("target layer 1 reads source layer 1", "gated_delta")),
-        (_two_lists, ("[0, 2]", "[2, 0]", "one list")),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), UNFIT)
 def test_models_and_assignments_that_do_not_go_together(
-    change: Any, words: tuple[str, ...], tmp_path: Path
+    changes: dict[Place, Any], words: tuple[str, ...], tmp_path: Path
 ) -> None:
     data = mapped.config_json()
-    change(data)
+    for (*place, last), value in changes.items():
+        inner: Any = data
+        for key in place:
+            inner = inner[key]
+        inner[last] = inner[last] | value if isinstance(value, dict) else value
     refuse(mapped.put(tmp_path / "t", data), *words)
 
 

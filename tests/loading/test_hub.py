@@ -27,7 +27,7 @@ from kvlingo_mlx.embedded import zoo_names
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from tests.support import tiny
 from tests.support.fixtures import Folders, Patch, Printed
-from tests.support.processes import WITHOUT_TORCH, command_line
+from tests.support.processes import WITHOUT_TORCH
 
 
 @dataclass(frozen=True)
@@ -283,23 +283,11 @@ def variables(hub: LoopbackHub, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def process(variables: dict[str, str], store: Path) -> Command:
-    """Run kvlingo-mlx in a process of its own: it reads the Hub's variables itself."""
-
-    def run(*arguments: str, **environment: str) -> CompletedProcess[str]:
-        done = subprocess.run(
-            command_line(*arguments), capture_output=True, text=True,
-            env={**os.environ, **variables, **environment},
-        )  # fmt: skip
-        assert TOKEN not in done.stdout + done.stderr
-        return done
-
-    return run
-
-
-@pytest.fixture
 def command(variables: dict[str, str], store: Path, monkeypatch: Patch, capsys: Printed) -> Command:
-    """The same in this process, which saves seconds: the client's constants are set by hand."""
+    """Run kvlingo-mlx in this process, which saves seconds: the client's constants are set by hand.
+
+    In one of its own, where the client reads them itself, it runs for the token's sake below.
+    """
 
     def run_here(*arguments: str, **environment: str) -> CompletedProcess[str]:
         given = variables | environment
@@ -342,9 +330,9 @@ def refused(done: CompletedProcess[str], *texts: str) -> None:
     assert all(text in done.stderr for text in texts), done.stderr
 
 
-def test_import_takes_only_the_format(hub: LoopbackHub, translator: Path, process, store) -> None:
+def test_import_takes_only_the_format(hub: LoopbackHub, translator: Path, command, store) -> None:
     commit = hub.add("me/maps", translator)
-    done = process("import", "me/maps")
+    done = command("import", "me/maps")
     assert done.returncode == 0, done.stderr
     assert hub.files_sent() == FORMAT
     assert f"Bearer {TOKEN}" in hub.tokens  # so the test would see it leak

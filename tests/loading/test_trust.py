@@ -101,13 +101,6 @@ def test_a_grade_is_the_worst_of_all_that_was_measured(
     assert ("on 8 held-out conversations of mine.jsonl (1.0000 " in str(found)) == (own is not None)
 
 
-@pytest.mark.parametrize("own", [3, {**OWN, "kl": "low"}, {**OWN, "kl": 1, "data": 3}])
-def test_a_strangers_figures_of_own_data_may_be_anything(own: Any) -> None:
-    left = planted(0.01, (1.0, 1.0, 0.0), None) | {"own": own}
-    config = dataclasses.replace(to_config(config_json()), provenance={"receipt": left})
-    assert grading.receipt_of(config) is None and grading.grade_of(config) == grading.UNGRADED
-
-
 @pytest.mark.parametrize(
     ("kl", "recall", "own", "way"),
     [(0.01, 0.0, None, "reread"), (0.4, 1.0, None, "translate"), (0.6, 1.0, None, "reread"),
@@ -231,31 +224,32 @@ def used(models: Models) -> tuple[str | None, list[str]]:
     return found[0], said
 
 
-def test_the_best_receipt_wins_not_the_newest(make: Make, models: Models) -> None:
-    best = make("best", receipt(0.01))
-    make("worse", receipt(0.02))
-    assert used(models) == (str(best), [])
+OTHER = {"prompts": "dialogues-0", "kl": 1e-6, "top1": 1.0, "hidden_kl": 1.0}  # of other talks
 
 
 @pytest.mark.parametrize(
-    "left", [None, {"prompts": "dialogues-0", "kl": 1e-6, "top1": 1.0, "hidden_kl": 1.0}]
+    ("receipts", "best", "unmeasured"),
+    [
+        ([receipt(0.01), receipt(0.02)], 0, False),
+        ([receipt(0.01), None], 0, False),
+        ([receipt(0.01), OTHER], 0, False),
+        ([receipt(0.01), receipt(0.01)], 1, False),
+        ([None, None], 1, True),
+    ],
 )
-def test_receipts_of_other_conversations_are_not_compared(
-    make: Make, models: Models, left: Any
+def test_the_best_receipt_wins_not_the_newest(
+    make: Make, models: Models, receipts: list[Any], best: int, unmeasured: bool
 ) -> None:
-    best, silent = make("best", receipt(0.01)), make("silent", left)
-    path, (text,) = used(models)
-    assert path == str(best) and f"no receipt shows that it is better than {silent}" in text
-    assert used(models) == (str(best), [])  # once
-
-
-@pytest.mark.parametrize("left", [None, receipt(0.01)])
-def test_ties_are_told(make: Make, models: Models, left: Any) -> None:
-    older, newest = make("b", left), make("a", left)
+    """Of ties and of those that cannot be compared it is told, once, which one is used."""
+    made = [make(name, left) for name, left in zip("ba", receipts, strict=True)]
     path, said = used(models)
-    assert path == str(newest) and f"no receipt shows that it is better than {older}" in said[0]
-    assert len(said) == (1 if left else 2) and ("nobody has measured" in said[-1]) == (left is None)
-    assert "of 2 stored translators from " in said[0] and str(newest) in said[0]
+    assert path == str(made[best]) and used(models) == (path, [])
+    if receipts[1] == receipt(0.02):
+        assert said == []
+        return
+    assert f"no receipt shows that it is better than {made[1 - best]}" in said[0]
+    assert "of 2 stored translators from " in said[0] and path in said[0]
+    assert len(said) == 1 + unmeasured and ("nobody has measured" in said[-1]) == unmeasured
 
 
 def test_digests_tell_all_that_is_computed_apart() -> None:

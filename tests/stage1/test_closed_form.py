@@ -24,22 +24,6 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (24, 8), (8, 24)])
-def test_a_planted_map_is_recovered(inputs: int, outputs: int) -> None:
-    """Exactly of exact data, and as least squares of noisy ones."""
-    rng = np.random.default_rng(inputs)
-    planted = rng.normal(size=(outputs, inputs))
-    x = rng.normal(size=(40 * inputs, inputs))
-    solution = solve(Moments.of(x, x @ planted.T))
-    assert solution.weight.shape == (outputs, inputs)
-    assert solution.weight.dtype == np.float64
-    assert solution.rank == inputs
-    assert relative(solution.weight, planted) < 1e-9
-    x, y = random_data(300, inputs, outputs, noise=0.7)
-    expected = np.linalg.lstsq(x, y, rcond=None)[0].T
-    assert relative(solve(Moments.of(x, y)).weight, expected) < 1e-9
-
-
 def test_float32_states_are_summed_in_float64() -> None:
     """Float32 sums leave noise of 1e-7, above the tolerance, in directions without data."""
     rng = np.random.default_rng(7)
@@ -48,16 +32,6 @@ def test_float32_states_are_summed_in_float64() -> None:
     assert solve(moments).rank == 2
     exact = x.astype(np.float64)
     assert relative(moments.xx, exact.T @ exact) < 1e-13
-
-
-def test_weights_are_repeated_rows() -> None:
-    rng = np.random.default_rng(8)
-    x, y = random_data(60, 5, 4, noise=0.6)
-    counts = rng.integers(0, 5, 60)
-    repeated = np.repeat(x, counts, axis=0), np.repeat(y, counts, axis=0)
-    expected = np.linalg.lstsq(*repeated, rcond=None)[0].T
-    solution = solve(Moments.of(x, y, counts.astype(np.float64)))
-    assert relative(solution.weight, expected) < 1e-9
 
 
 def check_least_norm(x: np.ndarray, y: np.ndarray, rank: int) -> None:
@@ -181,21 +155,6 @@ def loop(left: np.ndarray, given: np.ndarray, right: np.ndarray) -> np.ndarray:
         left[:, j * rows : (j + 1) * rows] @ given[:, j] @ right[j * columns : (j + 1) * columns]
         for j in range(layers)
     )
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_planted_factors_are_found(layers: int) -> None:
-    """Up to what goes from one factor to the other, and to what the ridge takes."""
-    rng = np.random.default_rng(0)
-    given = rng.standard_normal((200, layers, 6, 8))
-    left, right = rng.standard_normal((5, layers * 6)), rng.standard_normal((layers * 8, 7))
-    wanted = loop(left, given, right)
-    found = bilinear.bilinear(given, wanted)
-    assert [each.shape for each in found] == [left.shape, right.shape]
-    assert np.linalg.norm(loop(found[0], given, found[1]) - wanted) < 0.05 * np.linalg.norm(wanted)
-    fresh = rng.standard_normal((50, layers, 6, 8))  # and so they hold for other states
-    told = loop(left, fresh, right)
-    assert np.linalg.norm(loop(found[0], fresh, found[1]) - told) < 0.05 * np.linalg.norm(told)
 
 
 def test_of_unrelated_states_nothing_is_found() -> None:

@@ -1,79 +1,22 @@
 """Closed forms over several passes: against least squares on the raw states, in float64."""
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.format.assignment import Assignment, relative_depth
-from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.models import capture
 from kvlingo_mlx.stage1.closed_form import RIDGE
-from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, grouped
+from kvlingo_mlx.stage1.passes import MEMORY, grouped
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support.fixtures import Folders, Models, Printed
 
 CUT = 1e-4  # of the largest singular value: 1e-8 of the largest eigenvalue
-SAMPLES = [Sample(tuple(range(n)), (1, 2)) for n in (70, 130, 90, 110)]
-EVERY = [*SAMPLES, Sample((), (7,))]  # one of no use
-
-
-class Planted:
-    """States of each sample that are planted; read in two spans."""
-
-    def __init__(self, config: TranslatorConfig, noise: float = 0.1) -> None:
-        rng = np.random.default_rng(5)
-        ends = {"source": config.source.layers, "target": config.target.layers}
-        self.states: dict[Any, np.ndarray] = {}
-        for s in SAMPLES:
-            for side in ("keys", "values"):
-                read = []
-                for i, layer in enumerate(ends["source"]):
-                    x = rng.standard_normal((len(s.prefix), layer.width(side))).astype(np.float32)
-                    x = x + 0.95 * read[-1] if i == 1 else x  # like the one before it
-                    read.append(x)
-                    self.states["source", side, i, len(s.prefix)] = x
-                for t, layer in enumerate(ends["target"]):
-                    mix = np.random.default_rng([t, side == "keys"])
-                    y = sum((1 + (i == t % len(read)))
-                            * x @ mix.standard_normal((x.shape[1], layer.width(side)))
-                            for i, x in enumerate(read))  # fmt: skip
-                    y = y + noise * rng.standard_normal(y.shape)
-                    self.states["target", side, t, len(s.prefix)] = y.astype(np.float32)
-
-    def spans(self, sample: Sample, capture: str) -> Iterator[tuple[Any, Any]]:
-        length = len(sample.prefix)
-        for span in (slice(0, 31), slice(31, length)):
-            yield ("source", length, span), ("target", length, span)
-
-    def rows(self, states: Any, side: str, layer: int) -> np.ndarray:
-        end, length, span = states
-        return self.states[end, side, layer, length][span].astype(np.float64)
-
-    def joined(self, arrays: Any) -> np.ndarray:
-        return np.concatenate(arrays, axis=1)
-
-    def array(self, array: np.ndarray) -> np.ndarray:
-        return array
-
-    def attention_mass(self, sample: Sample) -> np.ndarray | None:
-        return None  # no norm here weighs by it
-
-    def whole(self, end: str, side: str, layer: int) -> np.ndarray:
-        own = [self.states[end, side, layer, len(s.prefix)] for s in SAMPLES]
-        return np.concatenate(own).astype(np.float64)
-
-
-@pytest.fixture
-def config(models: Models) -> TranslatorConfig:
-    source, target = models["narrow"], models["narrow_moe"]
-    depths = [len(model.attentions) for model in (source, target)]
-    return TranslatorConfig(source.spec(), target.spec(), relative_depth(*depths, 2))
 
 
 def unexplained(x: np.ndarray, y: np.ndarray, ridge: float = 0.0) -> float:
@@ -84,28 +27,33 @@ def unexplained(x: np.ndarray, y: np.ndarray, ridge: float = 0.0) -> float:
     return float(np.square(y - x @ found).sum() / np.square(y).sum())
 
 
-@pytest.mark.parametrize("memory", [MEMORY, 1])
-@pytest.mark.parametrize("method", ["r2", "greedy"])
-def test_layers_are_those_of_a_plain_search(
-    config: TranslatorConfig, method: str, memory: int
-) -> None:
-    """By R2 those that explain most alone, greedily the best beside those taken."""
-    models = Planted(config)
-    fit = ClosedForm(config, models, lambda: EVERY, "frobenius", method, 2, memory)
-    fit.run()
-    for side in ("keys", "values"):
-        xs = [models.whole("source", side, i) for i in range(len(config.source.layers))]
-        mean = sum(np.square(x).sum() for x in xs) / sum(x.shape[1] for x in xs)
-        for t, chosen in enumerate(fit.config.assignment.side(side)):
-            y, taken = models.whole("target", side, t), list[int]()
-            for _ in range(2):
-                own: Mapping[int, float] = {
-                    i: unexplained(x, y) if method == "r2" else unexplained(
-                        np.concatenate([xs[j] for j in [*taken, i]], 1), y, RIDGE * mean)
-                    for i, x in enumerate(xs) if i not in taken
-                }  # fmt: skip
-                taken.append(min(own, key=own.__getitem__))
-            assert chosen == tuple(sorted(taken))
+def test_layers_are_those_of_a_plain_search(models: Models) -> None:
+    """By R2 those that explain most alone, greedily the best beside those taken; in one pass over
+    the data, and in many."""
+    ends, samples, found = (models["narrow"], models["narrow_moe"]), data(8), {}
+    states = [[capture.whole(end, s.prefix, "pre_norm") for s in samples] for end in ends]
+
+    def rows(end: int, side: str, layer: int) -> np.ndarray:
+        own = [np.array(each.side(side)[layer][0], np.float64) for each in states[end]]
+        return np.concatenate(own)
+
+    for method, memory in itertools.product(("r2", "greedy"), (MEMORY, 1)):
+        made = kv.fit(*ends, [*samples, Sample((), (7,))], assignment=method, nu=2, memory=memory)
+        found[method] = made.config.assignment
+        for side in ("keys", "values"):
+            xs = [rows(0, side, i) for i in range(len(ends[0].attentions))]
+            mean = sum(np.square(x).sum() for x in xs) / sum(x.shape[1] for x in xs)
+            for t, chosen in enumerate(found[method].side(side)):
+                y, taken = rows(1, side, t), list[int]()
+                for _ in range(2):
+                    own: Mapping[int, float] = {
+                        i: unexplained(x, y) if method == "r2" else unexplained(
+                            np.concatenate([xs[j] for j in [*taken, i]], 1), y, RIDGE * mean)
+                        for i, x in enumerate(xs) if i not in taken
+                    }  # fmt: skip
+                    taken.append(min(own, key=own.__getitem__))
+                assert chosen == tuple(sorted(taken))
+    assert found["r2"] != found["greedy"]
 
 
 @pytest.mark.parametrize("memory", [1, 100, 1000])
@@ -147,20 +95,6 @@ def test_chosen_layers_under_other_norms(models: Models) -> None:
     a, b = chosen.to_weights().arrays, given.to_weights().arrays
     assert all(np.array_equal(a[name], b[name]) for name in a)
     assert given.config.provenance["assignment"] == "explicit"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"assignment": "best"}, "assignment is 'best'; it must be relative_depth, r2 or greedy"),
-        ({"assignment": "r2", "nu": 4}, "nu is 4; it must be 1 to 3"),
-        ({"assignment": Assignment(((0,),), ((0,),))}, "assignment.keys has 1 lists for 4 target"),
-        ({"assignment": Assignment(((9,),) * 4, ((0,),) * 4)}, "expected distinct layers, 0 to 2"),
-    ],
-)
-def test_bad_assignments(models: Models, options: dict, message: str) -> None:
-    with pytest.raises((ValueError, KVLingoError), match=message):
-        kv.fit(models["dense"], models["moe"], data(1), **options)
 
 
 def test_the_verb_takes_a_file(folders: Folders, tmp_path: Path, capsys: Printed) -> None:

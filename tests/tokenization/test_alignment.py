@@ -175,16 +175,6 @@ def test_different_texts_are_refused() -> None:
         align(Cuts.of(np.array([1, 2])), Cuts.of(np.array([3])))
 
 
-def test_a_character_in_pieces_is_one_group() -> None:
-    text = "a👩b"
-    bytes_of = [(0, 1), (1, 2), (1, 2), (1, 2), (1, 2), (2, 3)]
-    found = check(bytes_of, [(0, 1), (1, 2), (2, 3)], text)
-    assert found.groups.tolist() == [[0, 1, 0, 1], [1, 5, 1, 2], [5, 6, 2, 3]]
-    assert found.assigned.tolist() == [0, 1, 1, 1, 1, 2]
-    back = aligned([(0, 1), (1, 2), (2, 3)], bytes_of, text)
-    assert back.assigned.tolist() == [0, 1, 5]
-
-
 def test_spans_leave_out_what_crosses_their_border() -> None:
     # "x|ab|c" within "[ xabc ]": the source merges "[ " with nothing, the target "[ x".
     source, target = (Cuts.of(np.array(ends)) for ends in ([2, 3, 5, 6, 8], [3, 5, 8]))

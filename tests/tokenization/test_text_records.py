@@ -2,21 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-from kvlingo_mlx.backend import mx
-
-import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.models.capture import move, prefill
 from kvlingo_mlx.models.prompts import encode
-from kvlingo_mlx.stage1.passes import Sums
 from kvlingo_mlx.tokenization import renderings
 from kvlingo_mlx.tokenization.samples import Sample, to_samples, tokenise
-from tests.support.fixtures import Models, Patch
+from tests.support.fixtures import Models
 from tests.support.two_tokenizers import write_mistral, write_qwen
 
 TEXT = "In the house the money is hers, the rest of it is ours, and the river is long. " * 2
@@ -65,24 +59,6 @@ def test_the_prompt_and_the_record_agree(loaded: Models) -> None:
     twice = tokenise({"text": BOS + TEXT}, one.tokenizer)  # it is there already: once is enough
     assert list(twice.prefix + twice.continuation) == encode(one, BOS + TEXT)
     assert (twice.prefix + twice.continuation).count(one.tokenizer.bos_token_id) == 1
-
-
-def test_fit_learns_the_first_position(loaded: Models, monkeypatch: Patch) -> None:
-    """The moments hold the states of ``<s>`` at position 0, which nothing else is like."""
-    source, target = loaded["one"], loaded["two"]
-    rows: list[np.ndarray] = []
-    add = Sums.add
-
-    def spy(self: Sums, x: Any, *rest: Any) -> None:
-        rows.append(x("keys", 0))
-        add(self, x, *rest)
-
-    monkeypatch.setattr(Sums, "add", spy)
-    kv.fit(source, target, [{"text": TEXT}])
-    (states,) = prefill(source, [source.tokenizer.bos_token_id])
-    expected = np.array(move(states, source, "pre_norm").keys[0].astype(mx.float32))[0, 0]
-    np.testing.assert_allclose(rows[0][0], expected, atol=1e-5)
-    assert np.abs(rows[0][1:] - expected).max(axis=1).min() > 1e-2
 
 
 def test_between_two_tokenizers(loaded: Models) -> None:

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import random
-import subprocess
 import sys
 import types
 from collections import Counter
@@ -300,19 +298,6 @@ def test_records_without_an_answer_are_skipped_and_counted(tmp_path: Path, qwen3
 
 ON, OFF = 4, 6  # the turns of TALK with a trace and without
 RENDERED = {
-    ("qwen3", ON): (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none?<|im_end|>\n"
-        "<|im_start|>assistant\none!<|im_end|>\n<|im_start|>user\ntwo?<|im_end|>\n"
-        "<|im_start|>assistant\n",
-        "<think>\nsecond trace\n</think>\n\ntwo!<|im_end|>",
-    ),
-    ("qwen3", OFF): (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none?<|im_end|>\n"
-        "<|im_start|>assistant\none!<|im_end|>\n<|im_start|>user\ntwo?<|im_end|>\n"
-        "<|im_start|>assistant\ntwo!<|im_end|>\n<|im_start|>user\nthree?<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n",
-        "three!<|im_end|>",
-    ),
     ("gemma", OFF): (
         "<bos><start_of_turn>user\nBe brief.\n\none?<end_of_turn>\n<start_of_turn>model\none!"
         "<end_of_turn>\n<start_of_turn>user\ntwo?<end_of_turn>\n<start_of_turn>model\ntwo!"
@@ -327,11 +312,11 @@ RENDERED = {
 
 
 @pytest.mark.parametrize(("name", "turn"), RENDERED)
-def test_samples_of_three_families(name: str, turn: int) -> None:
+def test_samples_of_other_families(name: str, turn: int) -> None:
     tokenizer = family(name)
     messages = normalise({"messages": TALK}, "here")["messages"]
-    assert keeps_system(tokenizer) == (name == "qwen3")
-    cut = until(messages, turn, fold=not keeps_system(tokenizer))
+    assert not keeps_system(tokenizer) and keeps_system(family("qwen3"))
+    cut = until(messages, turn, fold=True)
     assert all(set(message) == {"role", "content"} for message in cut)
     assert texts(tokenizer, to_sample(cut, tokenizer, 2048)) == RENDERED[name, turn]
 
@@ -439,40 +424,6 @@ def test_a_sample_is_a_function_of_seed_and_index(data: str, qwen3: Any, draws: 
     assert [other.sample(i) for i in range(8)] != [draw.sample for draw in draws[:8]]
     packed = [draw.sample for draw in draws if draw.kind == "packed"]
     assert len(set(packed)) == len(packed)
-
-
-ELSEWHERE = """
-import sys
-from kvlingo_mlx.training.data import Stream
-from kvlingo_mlx.training.mixture import Mixture
-
-class Letters:
-    chat_template, eos_token = "", "$"
-    def apply_chat_template(self, messages, **options):
-        said = "".join(m["role"][0] + m["content"] + "$" for m in messages)
-        return said + "a" * options["add_generation_prompt"]
-    def encode(self, text, add_special_tokens):
-        return [ord(letter) for letter in text]
-
-stream = Stream([path], Letters(), Mixture((10, 4000), (4000, 6000)), seed=9)
-heavy = {"torch", "transformers", "mlx", "mlx_lm", "datasets", "huggingface_hub"} & set(sys.modules)
-"""
-
-
-def test_another_process_draws_the_same(data: str) -> None:
-    """With other string hashes, and with nothing heavy loaded."""
-    scope: dict[str, Any] = {"path": data}
-    exec(ELSEWHERE, scope)
-    child = f"path = {data!r}\n{ELSEWHERE}\nprint(hash(stream.sample(5)), *heavy)"
-    for number in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", child],
-            env={**os.environ, "PYTHONHASHSEED": number},
-            capture_output=True,
-            text=True,
-        )
-        # Hashes of tuples of ints do not depend on the seed.
-        assert done.stdout.split() == [str(hash(scope["stream"].sample(5)))], done.stderr
 
 
 def numbers(text: str) -> set[int]:

@@ -151,19 +151,6 @@ def test_weights_of_sixteen_bits(name: str, bits: int, dtype: str, monkeypatch: 
     assert on_gpu.digest == on_cpu.digest
 
 
-@each_layout
-@pytest.mark.parametrize("bits", [None, 8, 4])
-@each_form
-def test_sizes(form: Layout, bits: int | None, batched: bool) -> None:
-    data = wide_config(form)
-    arrays = random_arrays(form, data, True)
-    translator = quantised(data, arrays, bits, batched)
-    assert translator.num_parameters == sum(a.size for a in arrays.values())
-    taken = {name: a.size * bits // 8 + 2 * 4 * a.size // GROUP if bits and is_quantised(name, a)
-             else 4 * a.size for name, a in arrays.items()}  # fmt: skip
-    assert translator.nbytes == sum(taken.values())
-
-
 MEASURE = """
 import sys
 
@@ -208,18 +195,6 @@ def test_no_float_copy_is_kept(batched: bool) -> None:
     assert grown[None] == pytest.approx(16 * matrix, rel=0.1)
     assert grown[8] == pytest.approx(16 * matrix * 9 / 32, rel=0.1)
     assert grown[4] == pytest.approx(16 * matrix * 5 / 32, rel=0.1)
-
-
-def test_a_digest_tells_forms_apart() -> None:
-    """In what an evaluation's results depend on; how products are cut is not."""
-    data = wide_config(FORMS["joint"])
-    arrays = random_arrays(FORMS["joint"], data, True)
-    digests = {bits: {quantised(data, arrays, bits, batched).digest
-                      for batched in (True, False)} for bits in (None, 8, 4)}  # fmt: skip
-    assert all(len(found) == 1 for found in digests.values())
-    assert len(set.union(*digests.values())) == 3
-    arrays["joint.0.weight"] = arrays["joint.0.weight"] * 2
-    assert quantised(data, arrays, 8).digest not in set.union(*digests.values())
 
 
 @pytest.mark.parametrize("bits", [3, 0, 16, True, 8.0, "8"])

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -130,12 +131,11 @@ def test_the_protocol_written_out() -> None:
     assert found(x) == pytest.approx(predict(x), abs=2e-3 * float(np.abs(y).max()))
 
 
-def reference(x: np.ndarray, y: np.ndarray, recipe: Recipe):
+def reference(x: np.ndarray, y: np.ndarray, recipe: Recipe) -> tuple[int, Any, int]:
     """The best epoch, the network of that epoch, and the number of epochs without improvement."""
+    torch = pytest.importorskip("torch")
     rng = np.random.default_rng(recipe.seed)
-    order = rng.permutation(len(x))
-    count = max(1, round(len(x) / 10))
-    stop, train = order[:count], order[count:]
+    stop, train = np.split(rng.permutation(len(x)), [max(1, round(len(x) / 10))])
     centre, spread = x[train].mean(axis=0), x[train].std(axis=0)
     mean = y[train].mean(axis=0)
     size = math.sqrt(((y[train] - mean) ** 2).mean())
@@ -144,52 +144,36 @@ def reference(x: np.ndarray, y: np.ndarray, recipe: Recipe):
     linear = np.linalg.inv(gram + ridge) @ x[train].T @ y[train]
     weight, bias = np.diag(spread) @ linear / size, (centre @ linear - mean) / size
     free = rng.normal(size=(3, recipe.hidden)) / math.sqrt(3)
-    w = {
-        "w1": np.hstack([np.eye(3), -np.eye(3), free]),
-        "b1": np.zeros(6 + recipe.hidden),
-        "w2": np.vstack([weight, -weight, np.zeros((recipe.hidden, 2))]),
-        "b2": bias,
-    }
-    normal = np.vectorize(lambda z: 0.5 * (1 + math.erf(z / math.sqrt(2))))
-    inputs, targets = (x - centre) / spread, (y - mean) / size
+    first = np.hstack([np.eye(3), -np.eye(3), free]), np.zeros(6 + recipe.hidden)
+    second = np.vstack([weight, -weight, np.zeros((recipe.hidden, 2))]), bias
+    w = [torch.tensor(each, requires_grad=True) for each in (*first, *second)]
+    optimiser = torch.optim.AdamW(w, recipe.rate, weight_decay=0.01)
 
-    def run(w: dict, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        z = inputs[rows] @ w["w1"] + w["b1"]
-        return z, (z * normal(z)) @ w["w2"] + w["b2"]
+    def run(rows: np.ndarray) -> Any:
+        hidden = torch.nn.functional.gelu(torch.tensor((rows - centre) / spread) @ w[0] + w[1])
+        return hidden @ w[2] + w[3]
 
-    def error(w: dict) -> float:
-        return float(((run(w, stop)[1] - targets[stop]) ** 2).mean())
+    def error(rows: np.ndarray) -> Any:
+        return (run(x[rows]) - torch.tensor((y[rows] - mean) / size)).square().mean()
 
-    first = {name: np.zeros_like(value) for name, value in w.items()}
-    second = {name: np.zeros_like(value) for name, value in w.items()}
-    best, lowest, kept, rate, falls, t = dict(w), error(w), 0, recipe.rate, 0, 0
+    def put(numbers: list[Any]) -> None:
+        for own, other in zip(w, numbers, strict=True):
+            own.data.copy_(other)
+
+    best, lowest, kept, falls = [a.detach().clone() for a in w], error(stop).item(), 0, 0
     for epoch in range(1, recipe.epochs + 1):
         order = rng.permutation(train)
-        for start in range(0, len(order), recipe.batch):
-            rows, t = order[start : start + recipe.batch], t + 1
-            z, out = run(w, rows)
-            back = 2 * (out - targets[rows]) / out.size
-            slope = normal(z) + z * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
-            hidden = (back @ w["w2"].T) * slope
-            gradient = {
-                "w1": inputs[rows].T @ hidden, "b1": hidden.sum(axis=0),
-                "w2": (z * normal(z)).T @ back, "b2": back.sum(axis=0),
-            }  # fmt: skip
-            for name, g in gradient.items():
-                first[name] = 0.9 * first[name] + 0.1 * g
-                second[name] = 0.999 * second[name] + 0.001 * g**2
-                size_of = np.sqrt(second[name] / (1 - 0.999**t)) + 1e-8
-                move = first[name] / (1 - 0.9**t) / size_of
-                w[name] = w[name] * (1 - rate * 0.01) - rate * move
-        if (now := error(w)) < lowest:
-            best, lowest, kept = dict(w), now, epoch
+        for begin in range(0, len(order), recipe.batch):
+            optimiser.zero_grad()
+            error(order[begin : begin + recipe.batch]).backward()
+            optimiser.step()
+        if (now := error(stop).item()) < lowest:
+            best, lowest, kept = [a.detach().clone() for a in w], now, epoch
             continue
-        w, rate, falls = dict(best), rate * recipe.fall, falls + 1
+        put(best)
+        optimiser.param_groups[0]["lr"] *= recipe.fall
+        falls += 1
         if epoch - kept >= recipe.patience:
             break
-
-    def predict(x: np.ndarray) -> np.ndarray:
-        z = (x - centre) / spread @ best["w1"] + best["b1"]
-        return ((z * normal(z)) @ best["w2"] + best["b2"]) * size + mean
-
-    return kept, predict, falls
+    put(best)
+    return kept, lambda rows: run(rows).detach().numpy() * size + mean, falls

@@ -81,6 +81,7 @@ def test_a_translator_is_of_its_models_files(
     assert made and times == [
         file.stat().st_mtime_ns for file in sorted((moved / "room").rglob("*.safetensors"))
     ]
+    assert run([word if word != "1" else "2" for word in again]) == 2  # of other steps
     change(moved / "models" / "tiny-qwen3-s", 0)
     assert run(again) == 2
     assert "was trained with other models" in capsys.readouterr().err

@@ -16,7 +16,7 @@ pytest.importorskip("lm_eval")
 
 from benchmarks.paper import converted_mla
 from benchmarks.paper.commands import run
-from benchmarks.paper.reproducing import scores, trained
+from benchmarks.paper.reproducing import scores
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.drawing import draw, panels
 from benchmarks.paper.reproducing.entries import BY_LABEL, LATENTS, SMALL
@@ -82,19 +82,6 @@ def test_an_entry_of_each_maker_by_the_verb(room: Path, monkeypatch: pytest.Monk
     heads = record(room, "fig:head_alignment")["rows"]
     # The zoo's models were trained apart, so a head's share in its own place is one in four.
     assert all(abs(value - 0.25) < 0.05 for row in heads for value in row["values"])
-
-
-def test_what_is_there_is_not_made_again(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: Any) -> None:
-        raise AssertionError("trained a second time")
-
-    before = record(room, "app:fig:norms")["rows"]
-    monkeypatch.setattr(trained.jobs, "train", never)
-    words = ["app:fig:norms", "--tiny", "--items", "1"]  # it has no items, so no more than one
-    assert run(["reproduce", *words, "--room", str(room)]) == 0
-    assert record(room, "app:fig:norms")["rows"] == before
-    monkeypatch.undo()
-    assert run(["reproduce", "app:fig:norms", "--tiny", "--steps", "3", "--room", str(room)]) == 2
 
 
 def test_scores_are_those_of_the_suite_and_controls_collapse(work: Work) -> None:

@@ -137,20 +137,6 @@ def test_work_by_hand(tmp_path: Path) -> None:
     }
 
 
-def test_every_phase_of_every_table(made: Paths) -> None:
-    for name, table in tables.TABLES.items():
-        timing = tables.measure_length(made, table, tables.Effort(2, Stopwatch(None)))
-        wanted = {"translate float32" if p == "translate" else p for p in table.phases}
-        if name == "healing":
-            assert set(timing.meanwhile) == {"heal_interleaved", "heal_layers 1"}
-            wanted |= {"hybrid 1", "heal_layers 1"}
-        assert set(timing.samples) == wanted, name
-        for phase, times in timing.samples.items():  # decoding is an average in itself
-            once = phase in tables.SPEEDS and name != "healing"
-            assert len(times) == (1 if once else 2) and min(times) > 0
-        assert set(timing.peak) == set(table.peaks) and all(timing.peak.values())
-
-
 def test_little_time_leaves_long_prompts_out(
     models: Models, translator: Translator, unhurried: None
 ) -> None:

@@ -71,5 +71,5 @@ def command(options: PairOptions) -> None:
     for line in made.lines:
         say(line)
     results = {"provenance": dict(made.config.provenance), "curve": list(made.curve)}
-    asked = options.some("source target data minutes out max_kl min_recall seed")
+    asked = options.some("source target data minutes out max_kl min_recall nu capture seed")
     keep(options.json_file, "pair", asked, results)

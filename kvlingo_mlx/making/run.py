@@ -136,12 +136,12 @@ class Making:
         there = (self.folder / translator_folder.CONFIG_FILE).exists()
         if not there or self.force or (self.kept / FACTS).exists():
             return False
-        config = translator_folder.read_config(self.folder)
+        config, capture = translator_folder.read_config(self.folder), self.settings["capture"]
         made = [config.source.name, config.target.name]
-        if made != [model.name for model in self.ends]:
+        if made != [model.name for model in self.ends] or capture not in (None, config.capture):
             raise ValueError(
-                f"{self.folder} holds a translator from {made[0]} to {made[1]}; give another "
-                "--out, or replace it with --force"
+                f"{self.folder} holds a translator of {config.capture} keys from {made[0]} to "
+                f"{made[1]}; give another --out, or replace it with --force"
             )
         self.callbacks.say(
             f"{self.folder} is finished already, and was left as it is; --force makes it anew"

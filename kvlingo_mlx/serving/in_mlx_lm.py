@@ -30,13 +30,12 @@ from kvlingo_mlx.engine.healing import IDLE_S, Pace
 from kvlingo_mlx.engine.hybrid import native_part
 from kvlingo_mlx.engine.line import Given, Line
 from kvlingo_mlx.engine.spans import Span, cut, exact, grown
-from kvlingo_mlx.errors import KVLingoError, UnsupportedModelError
+from kvlingo_mlx.errors import KVLingoError, MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.families.base import POINTS
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.models import at_hand
-from kvlingo_mlx.loading.notes import tell
+from kvlingo_mlx.loading.notes import command, tell
 from kvlingo_mlx.loading.opening import let_go
-from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import find_translator, resolve_translator
 from kvlingo_mlx.threads import finished, working
 from kvlingo_mlx.translators.base import Translator
@@ -111,11 +110,8 @@ class TranslatingPromptCache(LRUPromptCache):
         self, model: Key, tokens: list[int], without: tuple[Key, ...] = ()
     ) -> SignedCache:
         """A model's own caches, and what others have read after that, each what it ran itself."""
-        own, keys = (
-            self._nearest(model, tokens),
-            [k for k in self._keys if k not in (model, *without)],
-        )
-        others = {key: self._nearest(key, tokens[:-1]) for key in keys}
+        own, skipped = self._nearest(model, tokens), (model, *without)
+        others = {k: self._nearest(k, tokens[:-1]) for k in self._keys if k not in skipped}
         others = {key: held for key, held in others.items() if held.end - own.end >= LEAST}
         if not others or min(tokens) < 0:  # as pictures have it
             return own
@@ -146,9 +142,14 @@ class TranslatingPromptCache(LRUPromptCache):
         if any((*source[1:], *target[1:])):
             raise UnsupportedModelError("one has an adapter or a draft model")
         ends = self._open(source[0]), self._open(target[0])
-        path = find_translator(*ends, suits=lambda config: config.capture != POINTS[0])
+        if ends[0].tokenizer_fingerprint != ends[1].tokenizer_fingerprint:
+            raise UnsupportedModelError("their tokenizers differ; use `kvlingo-mlx serve`")
+        try:
+            path = find_translator(*ends, suits=lambda config: config.capture != POINTS[0])
+        except MissingTranslatorError:
+            made = command("pair", source[0], target[0], "--capture", POINTS[1])
+            raise MissingTranslatorError(f"no translator is stored; {made} makes one") from None
         found = resolve_translator(path, *ends)
-        check_one_tokenizer(found.config, "mlx-lm's server", "use `kvlingo-mlx serve`")
         for model in ends:  # what was compared of their weights
             let_go(model)
         return found

@@ -112,8 +112,12 @@ def test_what_a_refusal_advises_is_taken(models: Models, chats: str, monkeypatch
     assert made.provenance["stage"] == 2 and made.capture == "post_norm"
     with pytest.raises(ValueError, match="one model.*give two models"):
         kv.pair(models["dense"], models["dense"], [chats], minutes=MINUTES, out="u")
-    with pytest.raises(ValueError, match="holds a translator from .*dense to .*wide; give another"):
+    with pytest.raises(ValueError, match="post_norm keys from .*dense to .*wide; give another"):
         kv.pair(models["wide"], models["dense"], [chats], minutes=MINUTES, out="t")
+    with pytest.raises(ValueError, match="holds a translator of post_norm keys.*give another"):
+        kv.pair(*ends, [chats], minutes=MINUTES, capture="pre_norm", out="t")
+    again = kv.pair(*ends, [chats], minutes=MINUTES, capture="post_norm", out="t")
+    assert again.config == made  # left as it is
 
 
 def test_stopped_anywhere_it_goes_on(

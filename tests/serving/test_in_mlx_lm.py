@@ -1,6 +1,7 @@
 """mlx-lm's own server with a store that translates: against hand-overs, and mlx-lm alone."""
 
 import random
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -18,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.engine.spans import common_prefix, exact
+from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates, TranslatedStates
@@ -228,4 +230,20 @@ def test_without_a_translator_it_is_mlx_lms_own(pair: Pair, tmp_path: Path) -> N
             ]
         found.append([answer.model_dump(exclude={"id", "created"}) for answer in answers])
     assert found[0] == found[1]
-    assert "pre_norm keys cannot be read from a cache" in (tmp_path / "log").read_text()
+    told = f"keys cannot be read from a cache; .*`kvlingo-mlx pair {pair[0].name} TARGET --capture"
+    assert re.search(told, (tmp_path / "log").read_text())
+
+
+def test_where_none_is_stored_one_is_told_how_to_make_one_that_fits(families: Models) -> None:
+    """A translator of `pair` alone reads keys that no cache has, and would be refused later."""
+    store = TranslatingPromptCache(10, provider=SimpleNamespace(model=None))
+    ends, key = [families["qwen3"], families["llama"]], (("a/b", None, None), ("c d", None, None))
+    vars(store).update(_open={"a/b": ends[0], "c d": ends[1]}.__getitem__)
+    told = "no translator is stored; `kvlingo-mlx pair a/b 'c d' --capture post_norm` makes one"
+    with pytest.raises(MissingTranslatorError, match=told):
+        store._find(*key)
+    ends[1] = replace(ends[1])
+    vars(ends[1])["tokenizer_fingerprint"] = "another"
+    vars(store).update(_open={"a/b": ends[0], "c d": ends[1]}.__getitem__)
+    with pytest.raises(UnsupportedModelError, match="tokenizers differ; use `kvlingo-mlx serve`"):
+        store._find(*key)

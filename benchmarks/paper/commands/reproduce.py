@@ -101,10 +101,12 @@ def command(options: ReproduceOptions) -> None:
             begun = time.monotonic()
             try:
                 found, page = reproduce(entry, work)
-            except (KVLingoError, ValueError, OSError) as error:
+            except Exception as error:  # a fault of ours, too: the others take hours
                 if len(entries) == 1:
                     raise
-                warn(f"{entry.label} is not made: {error}")
+                ours = not isinstance(error, (KVLingoError, ValueError, OSError))
+                shown = f"{type(error).__name__}; `{entry.label} --debug` shows where"
+                warn(f"{entry.label} is not made: {shown if ours else error}")
                 failed.append(entry.label)
                 continue
             _show(entry.label, entry.title, found)

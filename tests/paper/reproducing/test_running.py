@@ -16,7 +16,7 @@ pytest.importorskip("lm_eval")
 
 from benchmarks.paper import converted_mla
 from benchmarks.paper.commands import run
-from benchmarks.paper.reproducing import scores
+from benchmarks.paper.reproducing import running, scores
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.drawing import draw, panels
 from benchmarks.paper.reproducing.entries import BY_LABEL, LATENTS, SMALL
@@ -59,13 +59,21 @@ def test_a_label_alone_finds_pytorch(tmp_path: Path) -> None:
 
 
 def test_a_label_that_fails_keeps_no_other_from_being_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(["reproduce", "fig:main", "tab:cost", "--tiny", "--room", str(tmp_path)]) == 2
+    made = running.reproduce
+
+    def broken(entry: Any, work: Work) -> Any:
+        return {}[entry.label] if entry.label == "tab:erank" else made(entry, work)
+
+    monkeypatch.setattr(running, "reproduce", broken)
+    labels = "fig:main", "tab:erank", "tab:cost"
+    assert run(["reproduce", *labels, "--tiny", "--room", str(tmp_path)]) == 2
     assert record(tmp_path, "tab:cost")["rows"]
     told = capsys.readouterr().err
     assert "fig:main is not made: fig:main has no numbers" in told
-    assert "1 of 2 labels are not made, as warned above: fig:main;" in told
+    assert "tab:erank is not made: KeyError; `tab:erank --debug` shows where" in told
+    assert "2 of 3 labels are not made, as warned above: fig:main, tab:erank;" in told
 
 
 def test_an_entry_of_each_maker_by_the_verb(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ MOVED = {
     "bench -c decode_tokens": f"{PAPER} bench --decode-tokens",
     "tune --droidspeak": f"{PAPER} eval --baselines",
     "tune -c droidspeak": f"{PAPER} eval --baselines",
+    "serve-prefill --translator": "kvlingo-mlx generate --translator",
     **dict.fromkeys(("tune --lengths", "tune -c lengths"), "kvlingo-mlx tune --data"),
 }
 

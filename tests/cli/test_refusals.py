@@ -193,7 +193,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("tiny-qwen3-s --host 0.0.0.0", "host is 0.0.0.0, which others can reach, and no key is"),
         ("tiny-qwen3-s --max-jobs 0", "max_jobs is 0; give 1 or more"),
         ("tiny-qwen3-s --host no.such.host --allow-anyone", "no.such.host, which is not known"),
-        ("tiny-qwen3-s --translator no-such-one", "no-such-one does not exist"),
     ],
     "": [
         (f"fit {ZOO} --data {{text}} --out y", "tokens to fit on, and a map has 128 inputs"),

@@ -398,7 +398,10 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def of_items(some: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures of one translator and way on items of one kind."""
-    found: dict[str, Any] = {"work": round(some[0]["work"], 3), "items": len(some)}
+    found: dict[str, Any] = {
+        "work": round(float(np.mean([line["work"] for line in some])), 3),
+        "items": len(some),
+    }
     for measured in ("kl", "nll"):
         found[measured] = error([float(np.mean(line[measured])) for line in some])
     ends = zip(DISTANCES, (*DISTANCES[1:], 1000), strict=True)

@@ -23,13 +23,13 @@ import torch
 from real_pair import JUDGING_SEED, Message, Texts, compared, opened, records, summary, table
 
 from kvlingo_mlx.cuda import gradients
-from kvlingo_mlx.cuda.gradients import TorchReading
 from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.samples import Sample, between, tokenise
+from kvlingo_mlx.training.runtime import PairReading
 
 LEAST, MOST, FOLLOWING, CODES = 150, 700, 64, 384  # tokens of prefixes, answers, codes' prompts
 NEVER = 10**9  # a position that no token is at
@@ -70,7 +70,7 @@ def longest(chat: Sequence[Message], source: Any, target: Any) -> Sample | None:
 
 @torch.no_grad()
 def predicting(
-    way: str, target: TorchModel, made: TorchTranslator, reading: TorchReading
+    way: str, target: TorchModel, made: TorchTranslator, reading: PairReading
 ) -> torch.Tensor:
     """The hidden states (M, width) that predict the continuation behind a way's cache."""
     if way == "native":
@@ -79,7 +79,7 @@ def predicting(
     return gradients._student(target, reading.sample, cache)
 
 
-def ways(reading: TorchReading, other: TorchReading) -> dict[str, TorchReading]:
+def ways(reading: PairReading, other: PairReading) -> dict[str, PairReading]:
     """The readings to decode from: as it is, with a hidden prefix, with another one's states."""
     aligned = reading.sample.aligned
     assert aligned is not None

@@ -338,10 +338,17 @@ def test_no_network(run: Run, task_folder: Path, tmp_path: Path, monkeypatch: Pa
     assert paused == []
 
 
-def test_a_tasks_own_module_is_missing(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "code.py").write_text("import nosuchmodule.part\n")
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("import nosuchmodule.part", "needy needs nosuchmodule.*pip install nosuchmodule$"),
+        ("raise ImportError('Please install `x`.')", "needy cannot be loaded: Please install `x`."),
+    ],
+)
+def test_a_tasks_own_module_is_missing(run: Run, tmp_path: Path, code: str, message: str) -> None:
+    (tmp_path / "code.py").write_text(f"{code}\n")
     (tmp_path / "needy.yaml").write_text("task: needy\nprocess_docs: !function code.docs\n")
-    with pytest.raises(MissingExtraError, match="needy needs nosuchmodule.*pip install nosuch"):
+    with pytest.raises(MissingExtraError, match=message):
         run("needy", include_path=tmp_path)
 
 

@@ -17,7 +17,9 @@ from kvlingo_mlx.format.files import sha256_of
 from kvlingo_mlx.reporting import measure
 
 FOLDER = "results"
-MADE = ("translator", "models", "seed", "rate", "steps", "best step", "median ridge", "sha256")
+HEADS = "translator, models, seed, rate, stage-1 rate, steps, best step, median ridge, sha256"
+MADE = tuple(HEADS.split(", "))
+MADE_BY = ("seed", "learning_rate", "stage1_rate", "steps", "best_step")  # provenance
 Value = Mean | float | str | None
 
 
@@ -116,7 +118,7 @@ def made_by(work: Work) -> list[list[str]]:
         config = translator_folder.read_config(folder)
         made = config.provenance
         weights = sha256_of(folder / translator_folder.WEIGHTS_FILE)
-        told = [made.get(name) for name in ("seed", "learning_rate", "steps", "best_step")]
+        told = [made.get(name) for name in MADE_BY]
         ends = f"{one.source} to {one.target}"
         rows.append([one.form, ends, *map(_told, told), _told(made.get("ridge")), weights[:12]])
     return rows

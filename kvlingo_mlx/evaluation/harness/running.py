@@ -210,12 +210,12 @@ def _item(model: PrefixLM, task: Any, sample: Mapping[str, Any]) -> dict[str, An
 
 
 def _scored(values: Mapping[str, Any]) -> dict[str, Any]:
-    """lm-eval's scores by our names, without its errors."""
+    """lm-eval's scores by our names, without its errors and lengths that it did not ask (-1)."""
     split = {key: key.partition(",") for key in values}
     return {
         _name(metric, kind): values[key]
         for key, (metric, comma, kind) in split.items()
-        if comma and not metric.endswith("_stderr")
+        if comma and not metric.endswith("_stderr") and not (metric.isdigit() and values[key] == -1)
     }
 
 

@@ -94,9 +94,10 @@ def _load(name: str, manager: Any, local: str | None) -> Any:
     except KVLingoError:
         raise
     except ImportError as error:
+        package = (error.name or "").split(".")[0]
+        missing = f"needs {error.name}, which is not installed: pip install {package}"
         raise MissingExtraError(
-            f"the task {name} needs {error.name or error}, which is not installed: "
-            f"pip install {(error.name or 'it').split('.')[0]}"
+            f"the task {name} {missing if package else f'cannot be loaded: {error}'}"
         ) from None
     except (*theirs, OSError, RuntimeError, ValueError) as error:
         raise KVLingoError(

@@ -338,6 +338,12 @@ def test_no_network(run: Run, task_folder: Path, tmp_path: Path, monkeypatch: Pa
     assert paused == []
 
 
+def test_lengths_that_were_not_asked_have_no_score() -> None:
+    """lm-eval's niah gives them -1; another measure may be -1."""
+    given = {"4096,none": -1, "8192,none": 0.5, "mcc,none": -1.0, "mcc_stderr,none": 0.1}
+    assert running._scored(given) == {"8192": 0.5, "mcc": -1.0}
+
+
 @pytest.mark.parametrize(
     "code, message",
     [

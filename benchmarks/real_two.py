@@ -12,7 +12,6 @@ source stands for; *hidden* is a cache with that alone. With PyTorch in bfloat16
 import argparse
 import json
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from real_pair import JUDGING_SEED, Message, Texts, compared, opened, records, summary, table
+from real_pair import (
+    JUDGING_SEED,
+    Message,
+    Texts,
+    compared,
+    opened,
+    opened_translator,
+    records,
+    summary,
+    table,
+)
 
 from kvlingo_mlx.cuda import gradients
 from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.embedded.lookback import lookback
-from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.samples import Sample, between, tokenise
 from kvlingo_mlx.training.runtime import PairReading
@@ -94,36 +102,44 @@ def ways(reading: PairReading, other: PairReading) -> dict[str, PairReading]:
     }
 
 
+def scores(
+    target: TorchModel, made: TorchTranslator, reading: PairReading, other: PairReading,
+    places: Sequence[int],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What each way keeps; ``work`` is the share of the prefix that the target prefills itself."""
+    sample = reading.sample
+    assert sample.aligned is not None
+    work = len(sample.aligned.own) / len(sample.prefix)
+    kept = {"c": sample.continuation, "teacher": reading.teacher, "extra": places}
+    judged: Any = SimpleNamespace(kept=kept)
+    return [
+        {"way": way, "work": work} | compared(target, predicting(way, target, made, given), judged)
+        for way, given in ways(reading, other).items()
+        if other is not reading or way != "wrong document"  # the first one has no other
+    ]
+
+
 def judge(args: argparse.Namespace) -> None:
     """Score what is not scored yet, print a table, and keep a record of it."""
     source, target = opened(args)
     lines = records(args.scores if args.scores.exists() else None)
-    done = {(line["translator"], line["way"], line["item"]) for line in lines}
-    made = {}
-    for name, folder in (each.split("=", 1) for each in args.translators):
-        config, weights = translator_folder.read(Path(folder))
-        arrays = {name: weights.as_float32(name) for name in weights.arrays}
-        made[name] = TorchTranslator.from_arrays(config, arrays, "cpu")
-    held = [line["messages"] for line in records(args.held)]
-    last = None
+    done = {(line["translator"], line["item"]) for line in lines}
+    named = (each.split("=", 1) for each in args.translators)
+    made = {name: opened_translator(Path(folder), wrong=False) for name, folder in named}
+    held, last = [line["messages"] for line in records(args.held)], None
     for item, sample, places in items(source.tokenizer, target.tokenizer, held, args.count):
-        capture = next(iter(made.values())).config.capture
-        reading = gradients.read(source, target, sample, capture)
-        kept = {"c": sample.continuation, "teacher": reading.teacher, "extra": places}
-        judged: Any = SimpleNamespace(kept=kept)
-        for name, translator in made.items():
-            for way, given in ways(reading, last or reading).items():
-                if (name, way, item) in done or (way == "wrong document" and last is None):
-                    continue
-                began = time.perf_counter()
-                found = compared(target, predicting(way, target, translator, given), judged)
-                seconds = round(time.perf_counter() - began, 2)
-                own = len(sample.aligned.own) / len(sample.prefix)  # type: ignore[union-attr]
-                facts = {"translator": name, "way": way, "item": item, "work": own}
-                lines.append({**facts, **found, "seconds": seconds})
-                with args.scores.open("a") as file:
-                    file.write(json.dumps(lines[-1]) + "\n")
-        last = reading
+        left = [name for name in made if (name, item) not in done]
+        if not left:
+            continue
+        reading = gradients.read(source, target, sample, made[left[0]].config.capture)
+        new = [
+            {"translator": name, "item": item, **line}
+            for name in left
+            for line in scores(target, made[name], reading, last or reading, places)
+        ]
+        with args.scores.open("a") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in new)
+        lines, last = lines + new, reading
     print(table(found := summary(lines)))
     if args.json:
         asked = {"a": Path(args.a).name, "b": Path(args.b).name, "items": args.count}

@@ -297,8 +297,9 @@ def read(
     normed = [f.norm_weight is not None or f.value_eps is not None for f in model.finishes]
     if goal == "pre_norm" and any(normed):
         raise UnsupportedModelError(
-            f"{model.name} caches normed keys, so pre_norm keys cannot be read from a cache; make "
-            f"a translator of these: `kvlingo-mlx pair {model.name} TARGET --capture post_norm`"
+            f"{model.name} caches normed keys, so pre_norm keys cannot be read from a cache; read "
+            "the prompt again, or make a translator that takes normed ones: `kvlingo-mlx pair "
+            f"{model.name} TARGET --capture post_norm`"
         )
     if len(caches) != len(model.finishes) or not all(map(held, caches)):
         raise ValueError(

@@ -122,8 +122,7 @@ def _tell(*told: Any) -> None:
 def _as_torchrun_has_it(job: str) -> None:
     """The training of a file, in one of torchrun's processes; the first tells how it goes."""
     options, plan, out = pickle.loads(Path(job).read_bytes())
-    if "-latents" in options.source:
-        converted_mla.register()
+    converted_mla.register()
     tell = _tell if os.environ["RANK"] == "0" else lambda *told: None
     listeners = Listeners(
         lambda stage, report: tell("progress", stage, asdict(report)),

@@ -21,7 +21,7 @@ from benchmarks.paper.reproducing import (
     times,
 )
 from benchmarks.paper.reproducing.entries import Entry
-from benchmarks.paper.reproducing.listing import pairs_of
+from benchmarks.paper.reproducing.listing import pairs_of, unused
 from benchmarks.paper.reproducing.results import Result, keep
 from benchmarks.paper.reproducing.stand_ins import LATENTS
 from benchmarks.paper.reproducing.work import Work
@@ -64,8 +64,9 @@ def reproduce(entry: Entry, work: Work) -> tuple[Result, Path]:
         work.heard.warn(note)
     work = decoding.with_mlx(replace(work, used={}), ON_MLX.get(entry.maker, ()))
     if not work.tiny and entry.maker not in ("times", "lengths"):
+        judge = None if unused([entry], ["judge"]) else work.benchmarks.get("judge")
         for pair in pairs:
-            sizes.check_memory(work, pair)
+            sizes.check_memory(work, pair, judge)
     work.room.mkdir(parents=True, exist_ok=True)
     with alone(work.room):
         result = MAKERS[entry.maker](entry, work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,6 +32,7 @@ SIZES = {
 }
 GATED = ("gemma-3-4b-it", "gemma-3-12b-it", "gemma-4-E2B-it", "gemma-4-E4B-it",
          "Mistral-7B-Instruct-v0.3")  # fmt: skip
+BILLIONS = re.compile(r"(\d+(?:\.\d+)?)B\b", re.IGNORECASE)
 LEAVE = 2**30  # bytes that a device keeps for what is computed
 
 
@@ -72,18 +74,24 @@ def hours(pairs: Iterable[Pair], trainings: int, second: float | None) -> float 
     return trainings * Recipe().steps * second * sum(works) / len(works) / 3600
 
 
-def check_memory(work: Work, pair: Pair) -> None:
-    """Refuse, before anything is read, two models that the device has no memory for.
+def check_memory(work: Work, pair: Pair, judge: str | None = None) -> None:
+    """Refuse, before anything is read, models that the device has no memory for.
+
+    A ``judge`` is loaded beside the pair. Where neither its files nor its size are known, its name
+    tells: two bytes for each weight.
 
     Raises:
         NotEnoughMemoryError: The message says what is needed and what there is.
     """
-    need = sum(gigabytes(name, work.models) for name in dict.fromkeys(pair)) * 1e9
+    names = dict.fromkeys([*pair, *filter(None, [judge])])
+    need = sum(gigabytes(name, work.models) for name in names) * 1e9
+    if judge and not gigabytes(judge, work.models) and (told := BILLIONS.search(judge)):
+        need += 2e9 * float(told[1])
     there = _free(work.trains)
     if there is None or need + LEAVE <= there:
         return
     raise NotEnoughMemoryError(
-        f"{' and '.join(pair)} take {need / 1e9:.0f} GB, and {work.trains} has "
+        f"{' and '.join(names)} take {need / 1e9:.0f} GB, and {work.trains} has "
         f"{there / 1e9:.0f} GB free: they cannot be trained or asked together here"
     )
 

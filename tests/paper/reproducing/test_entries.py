@@ -268,6 +268,8 @@ def test_what_cannot_run_is_refused_before_it_begins(
     monkeypatch.setattr(sizes, "_free", lambda place: int(69e9))
     with pytest.raises(NotEnoughMemoryError, match="30B-A3B take 69 GB, and cuda:0 has 69 GB free"):
         sizes.check_memory(work, MIXTURE)
+    with pytest.raises(NotEnoughMemoryError, match="8B and Qwen/Some-27B take 78 GB, and cuda:0"):
+        sizes.check_memory(work, LARGE, "Qwen/Some-27B")  # 8 and 16 GB, and 27 billion weights
 
 
 def test_hours_are_by_a_measured_step(tmp_path: Path) -> None:

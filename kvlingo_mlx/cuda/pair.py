@@ -17,6 +17,7 @@ from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.embedded.bundled import spelled
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.grading import GUARD, MeasuredConversation, agreement, cuts
+from kvlingo_mlx.stage1.passes import State
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.plan import TrainingPlan
@@ -58,11 +59,9 @@ class TorchPair(Pair):
     def spans(self, sample: Sample, capture: str) -> Iterator[tuple[States, States]]:
         yield self.states(sample, capture)
 
-    def rows(self, states: States, side: str, layer: int) -> torch.Tensor:
-        return states.side(side)[layer].to(self.target.device).double()
-
-    def joined(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        return arrays[0] if len(arrays) == 1 else torch.cat(list(arrays), dim=1)
+    def rows(self, states: States, reads: Sequence[State]) -> torch.Tensor:
+        arrays = (states.side(side)[layer].to(self.target.device) for side, layer in reads)
+        return torch.cat([array.double() for array in arrays], dim=1)
 
     def array(self, array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array).to(self.target.device)

@@ -20,7 +20,6 @@ from kvlingo_mlx.loading.grading import GUARD, MeasuredConversation, agreement, 
 from kvlingo_mlx.stage1.passes import State
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import objective_named
-from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.runtime import Pair
 
 
@@ -43,21 +42,14 @@ class TorchPair(Pair):
     ) -> TorchTranslator:
         return TorchTranslator.from_arrays(config, arrays, self.target.device)
 
-    def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
-        """PyTorch has every gradient of the families that it opens."""
-
-    def check_memory(
-        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, plan: TrainingPlan
-    ) -> str:
-        """Nothing is known here of what a GPU's allocator takes."""
-        return ""
-
-    @torch.no_grad()
-    def states(self, sample: Sample, capture: str) -> tuple[States, States]:
-        return gradients.paired_states(self.source, self.target, sample, capture)
+    def entry(
+        self, layer: int, sides: Sequence[torch.Tensor], capture: str, at: Any = None
+    ) -> gradients.Entry:
+        at = 0 if at is None else self.array(at)
+        return self.target.entry(layer, *sides, capture, at)
 
     def spans(self, sample: Sample, capture: str) -> Iterator[tuple[States, States]]:
-        yield self.states(sample, capture)
+        yield gradients.paired_states(self.source, self.target, sample, capture)
 
     def rows(self, states: States, reads: Sequence[State]) -> torch.Tensor:
         arrays = (states.side(side)[layer].to(self.target.device) for side, layer in reads)

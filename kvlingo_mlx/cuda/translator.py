@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from kvlingo_mlx.cuda.model import States
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.training.coordinates import Coordinates, apart
+from kvlingo_mlx.training.coordinates import apart
 from kvlingo_mlx.training.forward import Maps, Operations
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-OPERATIONS = Operations(
-    joined=lambda arrays: torch.cat(list(arrays), dim=-1),
-    chosen=lambda array, rows: array[list(rows)],
-    cast=lambda tensor, like: tensor.to(like.dtype),
-    gelu=torch.nn.functional.gelu,
-    sigmoid=torch.sigmoid,
-)
-
-
 @dataclass(frozen=True)
-class TorchTranslator:
-    """A translator's float32 tensors by name, in their coordinates, and their computation."""
+class TorchTranslator(Maps):
+    """A translator whose tensors PyTorch trains."""
 
-    config: TranslatorConfig
-    tensors: dict[str, torch.Tensor]
-    coordinates: Coordinates
+    operations: ClassVar[Operations] = Operations(
+        joined=lambda arrays: torch.cat(list(arrays), dim=-1),
+        cast=torch.Tensor.to,
+        float32=torch.float32,
+        gelu=torch.nn.functional.gelu,
+        sigmoid=torch.sigmoid,
+    )
 
     @classmethod
     def from_arrays(
@@ -52,14 +47,14 @@ class TorchTranslator:
             tensor.requires_grad_()
         return cls(config, tensors, learnt)
 
-    def layer(self, t: int, states: States, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Target layer ``t``'s keys and values (T, width), of source tokens from ``start`` on."""
-        read = lambda side, s, rows: states.side(side)[s][rows]  # noqa: E731
-        return self._maps.layer(self.tensors, t, states, read, slice(start, None))
-
-    @cached_property
-    def _maps(self) -> Maps:
-        return Maps(self.config, OPERATIONS, self.coordinates)
+    def descend(
+        self, layer: int, error: Callable[[dict[str, torch.Tensor]], torch.Tensor], scale: float
+    ) -> float:
+        with torch.set_grad_enabled(scale != 0.0):
+            found = error(self.tensors)
+            if scale != 0.0:
+                (found * scale).backward()
+        return found.item()
 
     @cached_property
     def optimizer(self) -> torch.optim.AdamW:

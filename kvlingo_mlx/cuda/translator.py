@@ -20,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class TorchTranslator(Maps):
-    """A translator whose tensors PyTorch trains."""
+    """A translator whose tensors PyTorch trains; see :class:`.Trainable`."""
 
     operations: ClassVar[Operations] = Operations(
         joined=lambda arrays: torch.cat(list(arrays), dim=-1),
@@ -35,7 +35,6 @@ class TorchTranslator(Maps):
         cls, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], device: torch.device | str
     ) -> TorchTranslator:
         """Trainable copies of ``arrays``, in float32 (float64 is kept), and their coordinates."""
-
         wide = any(array.dtype == np.float64 for array in arrays.values())
 
         def copied(array: np.ndarray) -> torch.Tensor:
@@ -63,12 +62,10 @@ class TorchTranslator(Maps):
 
     @torch.no_grad()
     def arrays(self) -> dict[str, np.ndarray]:
-        """The translator's tensors, in float32."""
         plain = {n: self.coordinates.plain(n, t) for n, t in self.tensors.items()}
         return {n: t.float().cpu().numpy().copy() for n, t in plain.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """The tensors in their coordinates, and the optimizer's moments."""
         found: dict[str, np.ndarray] = {}
         for name, tensor in self.tensors.items():
             moments = self.optimizer.state.get(tensor, {})
@@ -78,7 +75,6 @@ class TorchTranslator(Maps):
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Become what gave :meth:`state`."""
         for name, tensor in self.tensors.items():
             tensor.copy_(torch.tensor(state[name]))
             if f"{name}/step" in state:
@@ -87,7 +83,6 @@ class TorchTranslator(Maps):
                 self.optimizer.state[tensor] = {"step": step, **moments}
 
     def gather(self, group: Group) -> bool:
-        """Sum the gradients over all processes; returns whether they are finite."""
         for tensor in self.tensors.values():
             if tensor.grad is None:  # this process had no conversation of the batch
                 tensor.grad = torch.zeros_like(tensor)
@@ -97,7 +92,6 @@ class TorchTranslator(Maps):
 
     @torch.no_grad()
     def update(self, rate: float, clip: float) -> None:
-        """Take one clipped AdamW step."""
         for settings in self.optimizer.param_groups:
             settings["lr"] = rate
         torch.nn.utils.clip_grad_norm_(self.tensors.values(), clip)
@@ -105,6 +99,5 @@ class TorchTranslator(Maps):
         self.forget()
 
     def forget(self) -> None:
-        """Drop the gradients."""
         for tensor in self.tensors.values():
             tensor.grad = None

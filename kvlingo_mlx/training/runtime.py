@@ -122,7 +122,10 @@ class Trainable(Protocol):
         """An error of a target layer's tensors; adds ``scale`` times its gradient, if not 0."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """Its tensors and, as ``NAME/exp_avg``, ``/exp_avg_sq`` and ``/step``, its optimizer."""
+        """Its tensors in their coordinates; of AdamW ``NAME/exp_avg``, ``/exp_avg_sq``, ``/step``.
+
+        They are as PyTorch has them.
+        """
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         """Become what gave :meth:`state`, in either runtime."""

@@ -24,7 +24,7 @@ MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names, and those of check
 
 @dataclass(frozen=True)
 class MLXTranslator(Maps):
-    """A translator whose tensors MLX trains."""
+    """A translator whose tensors MLX trains; see :class:`.Trainable`."""
 
     operations: ClassVar[Operations] = Operations(
         joined=lambda arrays: mx.concatenate(list(arrays), axis=-1),
@@ -80,11 +80,9 @@ class MLXTranslator(Maps):
         return float(value.item())  # type: ignore[arg-type]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The translator's tensors, in float32."""
         return {n: np.array(self.coordinates.plain(n, a)) for n, a in self.tensors.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """The tensors in their coordinates, and the optimizer's moments as PyTorch has them."""
         kept = self._optimizer.state
         found = {name: np.array(array) for name, array in self.tensors.items()}
         if not self._optimizer.step.item():
@@ -95,7 +93,6 @@ class MLXTranslator(Maps):
         return found
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Become what gave :meth:`state`."""
         kept: dict[str, Any] = self._optimizer.state
         for name in self.tensors:
             self.tensors[name] = mx.array(state[name])
@@ -104,7 +101,6 @@ class MLXTranslator(Maps):
                 kept["step"] = mx.array(int(state[f"{name}/step"].item()), mx.uint64)
 
     def gather(self, group: Group) -> bool:
-        """Sum the gradients over all processes; returns whether they are finite."""
         for name, tensor in self.tensors.items():
             self.gradients.setdefault(name, mx.zeros_like(tensor))
         if group.size > 1:
@@ -133,5 +129,4 @@ class MLXTranslator(Maps):
             mx.eval(self.tensors[name], kept[name])
 
     def forget(self) -> None:
-        """Drop the gradients."""
         self.gradients.clear()

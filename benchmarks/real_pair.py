@@ -257,7 +257,7 @@ def entries_of(
     assert made is not None
     reading = item.reading(round(way.layers * depth))
     if way.rest == "other":
-        strange = other.reading().states.first(rows)
+        strange = other.reading().states.map(lambda array: array[:rows])
         reading = replace(reading, states=strange)
     front = round(way.front * rows)
     found = gradients.entries(target, made, reading)

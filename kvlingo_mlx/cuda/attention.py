@@ -1,10 +1,9 @@
-"""What a target's attention gathers: of which positions, and how a translation changes it."""
+"""What a target's attention gathers, and of which positions."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,32 +12,21 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlingo_mlx.cuda.model import TorchModel
-from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.runtime import check_entries, shapes
+from kvlingo_mlx.training.runtime import Attended, shapes
 
 SDPA = "sdpa"  # the implementation with which models are loaded
 SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in float32
 
 
-@dataclass(frozen=True)
-class TorchAttended:
-    """Some queries of a text in one attention module."""
-
-    module: Any
-    queries: torch.Tensor  # (1, Hq, M, D), normed and rotated
-    shapes: Sequence[tuple[int, ...]]  # of the keys and values (1, H, T, D) that they gather from
-    visible: torch.Tensor  # (1, 1, M, T)
-    options: Mapping[str, Any]  # of transformers' attention
-
-    def gathered(
-        self, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What the queries gather from such entries, (1, M, Hq, D); of others see ``visible``."""
-        own, mask = ALL_ATTENTION_FUNCTIONS[SDPA], self.visible if visible is None else visible
-        both = self.queries, keys, values
-        found: torch.Tensor = own(self.module, *both, mask, **self.options)[0]
-        return found.to(torch.promote_types(found.dtype, torch.float32))
+def _attend(
+    module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: Any,
+    **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """What queries gather, (1, M, Hq, D)."""
+    own, mask = ALL_ATTENTION_FUNCTIONS[SDPA], torch.as_tensor(visible, device=keys.device)
+    found: torch.Tensor = own(module, queries, keys, values, mask[None, None], **options)[0]
+    return found.to(torch.promote_types(found.dtype, torch.float32))
 
 
 @contextlib.contextmanager
@@ -58,7 +46,7 @@ def heard(listener: Callable[..., None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attended(target: TorchModel, places: np.ndarray) -> Iterator[list[list[TorchAttended]]]:
+def attended(target: TorchModel, places: np.ndarray) -> Iterator[list[list[Attended]]]:
     """For each cache layer, what its attention modules gather in the one pass over a text.
 
     ``places`` are those of the queries, the text's last one among them.
@@ -67,45 +55,16 @@ def attended(target: TorchModel, places: np.ndarray) -> Iterator[list[list[Torch
     windows = {a: g.window for each, g in zip(readers, layers, strict=True) for a in each}
     at, tokens = torch.tensor(places, device=target.device), int(places[-1]) + 1
     behind = at[:, None] - torch.arange(tokens, device=target.device)
-    found, calls = list[list[TorchAttended]](), dict[Any, TorchAttended]()
+    found, calls = list[list[Attended]](), dict[Any, Attended]()
 
     def listener(module: Any, query: Any, key: Any, value: Any, **options: Any) -> None:
         visible = (behind >= 0) & (behind < (windows[module] or tokens))
-        calls[module] = TorchAttended(
-            module, query[:, :, at], shapes((key, value)), visible[None, None], options
-        )
+        attend = partial(_attend, module, **options)
+        calls[module] = Attended(query[:, :, at], shapes((key, value)), visible, attend)
 
     with heard(listener):
         yield found
     found.extend([calls[module] for module in each if module in calls] for each in readers)
-
-
-def match(
-    target: TorchModel, translator: TorchTranslator, reading: Any, layer: int, scale: float,
-    between: Any = None,
-) -> float:  # fmt: skip
-    """One layer's share; see :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
-    own, (states, native) = reading.attended[layer], reading.whole
-    placed = partial(target.entry, layer, capture=translator.config.capture)
-    right = placed(native.keys[layer], native.values[layer])
-    at, others, seen = (
-        map(partial(torch.tensor, device=target.device), between) if between else (0, None, None)
-    )
-    with torch.set_grad_enabled(scale != 0.0):
-        (keys, values), errors = placed(*translator.layer(layer, states), start=at), []
-        if between is not None:
-            both = zip((keys, values), right, strict=True)
-            keys, values = (torch.cat([ours, its[:, :, others]], 2) for ours, its in both)
-        for each in own:
-            check_entries(target, right, each.shapes)
-            with torch.no_grad():
-                wanted = each.gathered(*right)
-            wrong = (each.gathered(keys, values, seen) - wanted).square().sum()
-            errors.append(wrong / wanted.square().sum())
-        loss = torch.stack(errors).mean()
-        if scale != 0.0:
-            (loss * scale).backward()
-    return loss.item()
 
 
 @torch.no_grad()

@@ -1,9 +1,7 @@
-"""One conversation's part in a step: two passes without gradient, one with gradient.
+"""One conversation's part in a step, as in ``training.on_mlx.gradients``.
 
-Source and target are frozen. Translated keys and values enter the target as leaves of the graph.
-After the backward pass through the target, each layer's map runs once more, with gradient, and
-receives the gradients of its leaves. So no graph of the translator exists beside the target's, and
-only one layer's graph of the translator exists at a time.
+Translated keys and values enter the target as leaves of the graph, whose gradients each layer's map
+then receives.
 """
 
 import contextlib
@@ -13,13 +11,13 @@ import torch
 from torch.nn.functional import kl_div, log_softmax, nll_loss
 from transformers import DynamicCache
 
-from kvlingo_mlx.cuda.attention import TorchAttended, attended, match  # noqa: F401
+from kvlingo_mlx.cuda.attention import attended
 from kvlingo_mlx.cuda.model import States, TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import BLOCK, Loss, Objective
-from kvlingo_mlx.training.runtime import PairReading, continued, matched_positions
+from kvlingo_mlx.training.runtime import Attended, PairReading, continued, matched_positions
 
 Entry = tuple[torch.Tensor, torch.Tensor]  # one layer's keys and values in the cache's form
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states (B, width) to logits (B, vocabulary)
@@ -33,11 +31,11 @@ def read(
     """Read a conversation with both models (about 80 % of a step's work).
 
     Without a continuation this is what a hand-over reads (one tokenizer): there is no teacher.
-    With ``attends`` also what :func:`.attention.match` needs.
+    With ``attends`` also what its attention is matched by.
     """
     tokens, num_read = (*sample.prefix, *sample.continuation[:-1]), len(sample.prefix) - 1
     tokens = tokens if sample.continuation else tokens[:-1]
-    teacher, own = torch.empty(0), list[list[TorchAttended]]()
+    teacher, own = torch.empty(0), list[list[Attended]]()
     with contextlib.ExitStack() as stack:
         taken = stack.enter_context(target.tapped(None if attends else native_layers))
         if attends:
@@ -45,7 +43,8 @@ def read(
             own = stack.enter_context(attended(target, places))
         if sample.continuation or native_layers:
             teacher = target.hidden(tokens)[num_read:].clone()
-    native = target.states_of(taken, target.family.points[0], native_layers).first(num_read)
+    own_states = target.states_of(taken, target.family.points[0], native_layers)
+    native = own_states.map(lambda array: array[:num_read].clone())
     if not attends or sample.aligned is not None:
         whole = states = _source_states(source, target, sample, capture)
     else:
@@ -70,7 +69,7 @@ def _source_states(source: TorchModel, target: TorchModel, sample: Sample, captu
 def paired_states(
     source: TorchModel, target: TorchModel, sample: Sample, capture: str
 ) -> tuple[States, States]:
-    """See :meth:`kvlingo_mlx.training.runtime.Pair.states`."""
+    """The source's and the target's states of a whole prefix, row by row."""
     aligned = sample.aligned
     if aligned is None:
         return source.states(sample.prefix, capture), target.states(sample.prefix, capture)
@@ -102,11 +101,7 @@ def conversation_loss(
     *,
     scale: float = 0.0,
 ) -> Loss:
-    """The loss of one conversation decoded from its translated cache (equation for L).
-
-    The target runs the last prefix token. A ``scale`` other than 0 adds that multiple of the loss's
-    gradient to the translator's tensors.
-    """
+    """See :meth:`kvlingo_mlx.training.runtime.Pair.loss`; the target runs the last prefix token."""
     sample, learns = reading.sample, scale != 0.0
     starts, first = _starts(target, reading), len(reading.native.keys)
     own = entries(target, translator, reading)
@@ -154,7 +149,7 @@ def _entry(
     target: TorchModel, translator: TorchTranslator, reading: PairReading, layer: int, start: int
 ) -> Entry:
     """A translated layer's cache entries from position ``start`` on."""
-    keys, values = translator.layer(layer, reading.states, start)
+    keys, values = translator.layer(layer, reading.states, rows=slice(start, None))
     aligned = reading.sample.aligned
     at = start if aligned is None else torch.tensor(aligned.positions, device=keys.device)
     return target.entry(layer, keys, values, translator.config.capture, at)
@@ -172,25 +167,6 @@ def _student(target: TorchModel, sample: Sample, cache: DynamicCache) -> torch.T
     return target.hidden(tokens, cache, **more)[len(sample.aligned.own) :]
 
 
-def reconstruction_loss(
-    translator: TorchTranslator, read: States, wanted: States, *, scale: float = 0.0
-) -> float:
-    """See :meth:`kvlingo_mlx.training.runtime.Pair.reconstruction`."""
-    total = 0.0
-    with torch.set_grad_enabled(scale != 0.0):
-        for t in range(len(translator.config.target.layers)):
-            goals = (wanted.keys[t], wanted.values[t])
-            keys, values = (
-                (out.float() - goal.float()).square().sum()
-                for out, goal in zip(translator.layer(t, read), goals, strict=True)
-            )
-            loss = keys + values
-            if scale != 0.0:
-                (loss * scale).backward()
-            total += loss.item()
-    return total
-
-
 def loss_of(
     objective: Objective,
     head: Head,
@@ -202,13 +178,8 @@ def loss_of(
 ) -> Loss:
     """The objective of one continuation, and its gradient in the student's hidden states.
 
-    Args:
-        objective: The objective to minimise.
-        head: The model's output head.
-        student: (M, width) final hidden states that predict the M tokens of ``labels``.
-        teacher: The same hidden states from the native cache.
-        labels: The continuation itself.
-        with_gradient: Whether to compute ``gradient``.
+    ``student`` (M, width) are final hidden states that predict the M tokens of ``labels``, and
+    ``teacher`` the same ones from the native cache; the model's ``head`` turns them into logits.
     """
     value = kl_total = 0.0
     agreed, best, gradients = 0, list[int](), list[torch.Tensor]()

@@ -44,10 +44,6 @@ class States:
         keys, values = (tuple(map(change, side)) for side in (self.keys, self.values))
         return States(keys, values)
 
-    def first(self, count: int) -> States:
-        """Copies of the states of the first ``count`` tokens."""
-        return self.map(lambda array: array[:count].clone())
-
 
 @dataclass(frozen=True)
 class TorchModel:

@@ -17,9 +17,9 @@ from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.embedded.bundled import spelled
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.grading import GUARD, MeasuredConversation, agreement, cuts
+from kvlingo_mlx.stage1.passes import State
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import objective_named
-from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.runtime import Pair
 
 
@@ -42,27 +42,18 @@ class TorchPair(Pair):
     ) -> TorchTranslator:
         return TorchTranslator.from_arrays(config, arrays, self.target.device)
 
-    def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
-        """PyTorch has every gradient of the families that it opens."""
-
-    def check_memory(
-        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, plan: TrainingPlan
-    ) -> str:
-        """Nothing is known here of what a GPU's allocator takes."""
-        return ""
-
-    @torch.no_grad()
-    def states(self, sample: Sample, capture: str) -> tuple[States, States]:
-        return gradients.paired_states(self.source, self.target, sample, capture)
+    def entry(
+        self, layer: int, sides: Sequence[torch.Tensor], capture: str, at: Any = None
+    ) -> gradients.Entry:
+        at = 0 if at is None else self.array(at)
+        return self.target.entry(layer, *sides, capture, at)
 
     def spans(self, sample: Sample, capture: str) -> Iterator[tuple[States, States]]:
-        yield self.states(sample, capture)
+        yield gradients.paired_states(self.source, self.target, sample, capture)
 
-    def rows(self, states: States, side: str, layer: int) -> torch.Tensor:
-        return states.side(side)[layer].to(self.target.device).double()
-
-    def joined(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        return arrays[0] if len(arrays) == 1 else torch.cat(list(arrays), dim=1)
+    def rows(self, states: States, reads: Sequence[State]) -> torch.Tensor:
+        arrays = (states.side(side)[layer].to(self.target.device) for side, layer in reads)
+        return torch.cat([array.double() for array in arrays], dim=1)
 
     def array(self, array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array).to(self.target.device)

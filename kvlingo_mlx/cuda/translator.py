@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from kvlingo_mlx.cuda.model import States
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.training.coordinates import Coordinates, apart
+from kvlingo_mlx.training.coordinates import apart
 from kvlingo_mlx.training.forward import Maps, Operations
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-OPERATIONS = Operations(
-    joined=lambda arrays: torch.cat(list(arrays), dim=-1),
-    chosen=lambda array, rows: array[list(rows)],
-    cast=lambda tensor, like: tensor.to(like.dtype),
-    gelu=torch.nn.functional.gelu,
-    sigmoid=torch.sigmoid,
-)
-
-
 @dataclass(frozen=True)
-class TorchTranslator:
-    """A translator's float32 tensors by name, in their coordinates, and their computation."""
+class TorchTranslator(Maps):
+    """A translator whose tensors PyTorch trains; see :class:`.Trainable`."""
 
-    config: TranslatorConfig
-    tensors: dict[str, torch.Tensor]
-    coordinates: Coordinates
+    operations: ClassVar[Operations] = Operations(
+        joined=lambda arrays: torch.cat(list(arrays), dim=-1),
+        cast=torch.Tensor.to,
+        float32=torch.float32,
+        gelu=torch.nn.functional.gelu,
+        sigmoid=torch.sigmoid,
+    )
 
     @classmethod
     def from_arrays(
         cls, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], device: torch.device | str
     ) -> TorchTranslator:
         """Trainable copies of ``arrays``, in float32 (float64 is kept), and their coordinates."""
-
         wide = any(array.dtype == np.float64 for array in arrays.values())
 
         def copied(array: np.ndarray) -> torch.Tensor:
@@ -52,14 +46,14 @@ class TorchTranslator:
             tensor.requires_grad_()
         return cls(config, tensors, learnt)
 
-    def layer(self, t: int, states: States, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Target layer ``t``'s keys and values (T, width), of source tokens from ``start`` on."""
-        read = lambda side, s, rows: states.side(side)[s][rows]  # noqa: E731
-        return self._maps.layer(self.tensors, t, states, read, slice(start, None))
-
-    @cached_property
-    def _maps(self) -> Maps:
-        return Maps(self.config, OPERATIONS, self.coordinates)
+    def descend(
+        self, layer: int, error: Callable[[dict[str, torch.Tensor]], torch.Tensor], scale: float
+    ) -> float:
+        with torch.set_grad_enabled(scale != 0.0):
+            found = error(self.tensors)
+            if scale != 0.0:
+                (found * scale).backward()
+        return found.item()
 
     @cached_property
     def optimizer(self) -> torch.optim.AdamW:
@@ -68,12 +62,10 @@ class TorchTranslator:
 
     @torch.no_grad()
     def arrays(self) -> dict[str, np.ndarray]:
-        """The translator's tensors, in float32."""
         plain = {n: self.coordinates.plain(n, t) for n, t in self.tensors.items()}
         return {n: t.float().cpu().numpy().copy() for n, t in plain.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """The tensors in their coordinates, and the optimizer's moments."""
         found: dict[str, np.ndarray] = {}
         for name, tensor in self.tensors.items():
             moments = self.optimizer.state.get(tensor, {})
@@ -83,7 +75,6 @@ class TorchTranslator:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Become what gave :meth:`state`."""
         for name, tensor in self.tensors.items():
             tensor.copy_(torch.tensor(state[name]))
             if f"{name}/step" in state:
@@ -92,7 +83,6 @@ class TorchTranslator:
                 self.optimizer.state[tensor] = {"step": step, **moments}
 
     def gather(self, group: Group) -> bool:
-        """Sum the gradients over all processes; returns whether they are finite."""
         for tensor in self.tensors.values():
             if tensor.grad is None:  # this process had no conversation of the batch
                 tensor.grad = torch.zeros_like(tensor)
@@ -102,7 +92,6 @@ class TorchTranslator:
 
     @torch.no_grad()
     def update(self, rate: float, clip: float) -> None:
-        """Take one clipped AdamW step."""
         for settings in self.optimizer.param_groups:
             settings["lr"] = rate
         torch.nn.utils.clip_grad_norm_(self.tensors.values(), clip)
@@ -110,6 +99,5 @@ class TorchTranslator:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the gradients."""
         for tensor in self.tensors.values():
             tensor.grad = None

@@ -36,16 +36,14 @@ def bundled(tokenizer: Any, context_length: int, source_tokenizer: Any = None) -
     return found
 
 
-def receipt_rows(
-    tokenizer: Any, context_length: int, source_tokenizer: Any = None, passes: float = 2.0
-) -> float:
+def receipt_rows(tokenizer: Any, context_length: int, source_tokenizer: Any = None) -> float:
     """A receipt's cost, in tokens that both models read once, as a fit reads them.
 
     The source reads each prefix twice, the target once, and each continuation three times, with
-    logits: that is taken as ``passes`` of them all.
+    logits: that is taken as two passes of them all.
     """
     asked = bundled(tokenizer, context_length, source_tokenizer)
-    return passes * sum(len(s.prefix) + 3 * len(s.continuation) for s, _ in asked)
+    return 2.0 * sum(len(s.prefix) + 3 * len(s.continuation) for s, _ in asked)
 
 
 def _value(tokenizer: Any, talk: Dialogue) -> tuple[int, ...]:

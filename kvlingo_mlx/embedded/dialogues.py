@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 NAMES = (
     "Anna Ben Clara David Emma Felix Grace Hugo Iris Jonas Kate Leo "
@@ -154,12 +155,8 @@ def dialogue(
 ) -> Dialogue:
     """Draw one dialogue that states ``num_facts`` facts in one to four user turns.
 
-    Args:
-        rng: The only source of randomness.
-        num_facts: How many facts the dialogue states, all about different keys.
-        num_questions: How many of them are asked about, each once; at least 1.
-        styles: The number of sentence styles to use, the first ones.
-        attributes: The attributes that the facts may be about.
+    All are about different keys; ``num_questions`` of them, at least 1, are asked about, each once.
+    Of the sentence styles the first ``styles`` are used. ``rng`` is the only source of randomness.
     """
     facts = _draw_facts(rng, num_facts, attributes)
     turns = min(rng.randint(1, 4), num_facts)
@@ -182,18 +179,14 @@ def dialogue(
 
 
 def held_out(
-    count: int, *, seed: int = 0, facts: tuple[int, int] = (12, 28), questions: int = 6
-) -> Iterator[Dialogue]:
+    count: int, *, seed: int = 0, facts: tuple[int, int] = (12, 28), questions: int = 6,
+    drawn: str = "held-out",
+) -> Iterator[Dialogue]:  # fmt: skip
     """Yield ``count`` dialogues that training never draws, since its seeds are integers."""
     for index in range(count):
-        rng = random.Random(f"held-out/{seed}/{index}")
+        rng = random.Random(f"{drawn}/{seed}/{index}")
         yield dialogue(rng, rng.randint(*facts), questions)
 
 
-def for_fitting(
-    count: int, *, seed: int = 0, facts: tuple[int, int] = (4, 28), questions: int = 6
-) -> Iterator[Dialogue]:
-    """Yield ``count`` dialogues for fitting translators, disjoint from :func:`held_out`."""
-    for index in range(count):
-        rng = random.Random(f"fit/{seed}/{index}")
-        yield dialogue(rng, rng.randint(*facts), questions)
+# Dialogues for fitting translators, disjoint from those.
+for_fitting = partial(held_out, facts=(4, 28), drawn="fit")

@@ -58,14 +58,8 @@ def chosen(
 ) -> Chosen:
     """Samples of ``tokens`` rows or a little more: all of fewer, else drawn from all over the data.
 
-    A file may be sorted, so its head is not taken. The draw is the same in each process.
-
-    Args:
-        records: The data.
-        models: Source and target.
-        config: The translator's config.
-        norm: The norm of the fit.
-        tokens: None is :data:`READ` for each unknown.
+    A file may be sorted, so its head is not taken. The draw is the same in each process. ``models``
+    are source and target; ``tokens`` None is :data:`READ` for each unknown.
 
     Raises:
         ValueError: There is no record, or none of those that were drawn can be used.

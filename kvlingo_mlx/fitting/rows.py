@@ -13,6 +13,7 @@ from kvlingo_mlx.models.capture import move, prefill, whole
 from kvlingo_mlx.models.delta_rule import in_chunks, stepping_in_chunks
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.stage1.passes import State
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample
 
@@ -47,12 +48,9 @@ class DeviceRows:
         self.target.check_tokens(own)
         self.source.check_tokens(own if sample.aligned is None else sample.source_prefix)
 
-    def rows(self, states: KVStates, side: str, layer: int) -> np.ndarray:
-        array = states.side(side)[layer]
-        return np.array(array.astype(mx.float32), np.float64).reshape(-1, array.shape[-1])
-
-    def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1)
+    def rows(self, states: KVStates, reads: Sequence[State]) -> np.ndarray:
+        arrays = (np.array(states.side(side)[t].astype(mx.float32)) for side, t in reads)
+        return np.concatenate([a.reshape(-1, a.shape[-1]) for a in arrays], 1, dtype=np.float64)
 
     def array(self, array: np.ndarray) -> np.ndarray:
         return array

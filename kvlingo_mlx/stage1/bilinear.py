@@ -23,10 +23,8 @@ def solve_states(
 ) -> dict[str, np.ndarray]:
     """The tensors of one map, in float64, by their names in the format.
 
-    Args:
-        m: The map.
-        given: The source's states (N, heads, value dim, key dim) by layer.
-        wanted: The target's states after the same N texts, of the same axes.
+    ``given`` are the source's states (N, heads, value dim, key dim) by layer, ``wanted`` the
+    target's after the same N texts.
 
     Raises:
         ValueError: A state is not finite.

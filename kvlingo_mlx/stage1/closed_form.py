@@ -99,8 +99,6 @@ def solve(
     (paper: appendix "Training protocol", paragraph "Stage 1"; it has no ridge).
 
     Args:
-        moments: The sums over all tokens.
-        tolerance: The eigenvalue that counts as zero, as a share of the largest.
         ridge: As a share of the inputs' mean square; None chooses one by generalised
             cross-validation (Golub, Heath and Wahba, 1979).
         eigen: Eigenvalues and vectors of the inputs' moments, if they are known.
@@ -129,12 +127,8 @@ def _chosen(
 ) -> float:
     """The ridge of least generalised cross-validation error.
 
-    Args:
-        eigenvalues: Those of the sum of x x^T that count.
-        squares: |sum of y x^T v|^2 for each of their eigenvectors v.
-        total: The sum of |y|^2.
-        tokens: The number of tokens.
-        mean: The mean of all eigenvalues.
+    ``eigenvalues`` are those of the sum of x x^T that count, ``mean`` that of all; ``squares`` are
+    |sum of y x^T v|^2 for each of their eigenvectors v, and ``total`` is the sum of |y|^2.
     """
     best = np.inf, RIDGES[-1]
     for ridge in RIDGES:
@@ -215,11 +209,8 @@ def check_tokens(config: TranslatorConfig, tokens: int) -> None:
 def shortage(config: TranslatorConfig, texts: int, tokens: int, rank: int) -> str | None:
     """A note for users about a fit on too little; None if there was enough.
 
-    Args:
-        config: The fitted translator's config.
-        texts: The number of texts it was fitted on.
-        tokens: The number of tokens in them.
-        rank: The smallest number of input directions that the data of any map spanned.
+    It was fitted on so many ``texts`` and ``tokens``; ``rank`` is the smallest number of input
+    directions that the data of any map spanned.
     """
     wanted = unknowns(config)
     if tokens < ENOUGH * wanted:

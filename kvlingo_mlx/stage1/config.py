@@ -20,10 +20,7 @@ def config_of_pair(
     """The config of a translator between two models of either runtime.
 
     Args:
-        source: The model whose cache is translated.
-        target: The model that decodes from it.
         assignment: The source layers of each target layer; None: ``nu`` of them by depth.
-        nu: The number of source layers that each target layer reads.
         capture: The capture point of keys; None: the first that both models have.
         form: ``kind``, ``head_mixing``, ``joint`` and ``state_maps`` of a TranslatorConfig.
 

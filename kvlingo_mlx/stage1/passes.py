@@ -48,11 +48,8 @@ class Rows(Protocol):
     def spans(self, sample: Sample, capture: str) -> Iterator[tuple[Any, Any]]:
         """The source's and the target's states of a prefix, from its first row to its last."""
 
-    def rows(self, states: Any, side: str, layer: int) -> Any:
-        """One side of a layer's states in float64, (T, d), where the sums are."""
-
-    def joined(self, arrays: Sequence[Any]) -> Any:
-        """Such rows of several layers, by columns."""
+    def rows(self, states: Any, reads: Sequence[State]) -> Any:
+        """Sides of layers in float64, joined by columns: (T, width), where the sums are."""
 
     def array(self, array: np.ndarray) -> Any:
         """An array where the sums are."""
@@ -96,25 +93,21 @@ class Sums:
 
     def add(
         self,
-        x: Callable[[str, int], Any],
-        y: Callable[[str, int], Any],
-        joined: Callable[[list[Any]], Any],
+        x: Callable[[Sequence[State]], Any],
+        y: Callable[[Sequence[State]], Any],
         weights: Any = None,
     ) -> None:
-        """Add tokens: ``x`` and ``y`` give the (T, d) of a side and a layer in float64.
-
-        ``joined`` concatenates such arrays by columns. ``weights`` are (rows, T), or None.
-        """
+        """Add tokens: ``x`` and ``y`` give states' rows; ``weights`` are (rows, T), or None."""
         for inputs in dict.fromkeys(m.inputs for m in self.maps.values()):
             row, reads = inputs
-            read = joined([x(*state) for state in reads])
+            read = x(reads)
             weighted = read if weights is None else read * weights[row][:, None]
             # The product of an array with itself takes half of the work.
             self._plus(inputs, weighted.T @ read)
             self._plus((inputs, "x"), weighted.sum(0))
             for name, m in self.maps.items():
                 if m.inputs == inputs:
-                    wanted = joined([y(*state) for state in m.writes])
+                    wanted = y(m.writes)
                     squares = wanted * wanted
                     squares = squares if weights is None else squares * weights[row][:, None]
                     self._plus((name, "xy"), weighted.T @ wanted)
@@ -345,8 +338,8 @@ class ClosedForm:
         start = 0
         for states in self.models.spans(sample, self.config.capture):
             x, y = (partial(self.models.rows, each) for each in states)
-            stop = start + len(x(SIDES[0], 0))
-            sums.add(x, y, self.models.joined, None if weights is None else weights[:, start:stop])
+            stop = start + len(x([(SIDES[0], 0)]))
+            sums.add(x, y, None if weights is None else weights[:, start:stop])
             start = stop
 
     def _total(self, sums: Sums) -> None:

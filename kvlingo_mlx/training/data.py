@@ -54,8 +54,6 @@ class Survey:
     """Statistics of the data that a run will see."""
 
     records: int  # of all sources, that can end a sample
-    skipped: int  # that cannot: no usable assistant turn (or text), or no wanted length
-    held_out: int  # records kept from training
     samples: int  # that the run draws
     distinct: int  # different records that end these samples
     uses: int  # the most samples that end with the same record
@@ -233,12 +231,8 @@ class Stream:
         own = [part for part in ends.parts if (part.kind == "packed") == (share == 1)]
         drawn = index.training[["source", "record"]][ends.first]
         uses = np.unique(drawn, return_counts=True)[1]
-        records = sum(part.records for part in own)
-        every = sum(len(source.sizes) for source in index.sources)
         return Survey(
-            records,
-            every - records - self.reserved,
-            self.reserved,
+            sum(part.records for part in own),
             self._planned,
             len(uses),
             int(uses.max(initial=0)),

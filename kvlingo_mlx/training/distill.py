@@ -118,23 +118,16 @@ def postponed() -> Iterator[Interruption]:
     """
     received = Interruption()
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in SIGNALS if main}
-    handlers = {n: each for n, each in before.items() if each not in (signal.SIG_IGN, None)}
+    with contextlib.ExitStack() as before:
 
-    def restore() -> None:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        def note(number: int, frame: object) -> None:
+            received.signal = number
+            before.close()
 
-    def note(number: int, frame: object) -> None:
-        received.signal = number
-        restore()
-
-    for number in handlers:
-        signal.signal(number, note)
-    try:
+        for number in SIGNALS if main else ():
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before.callback(signal.signal, number, signal.signal(number, note))
         yield received
-    finally:
-        restore()
 
 
 # ---- the loop ---------------------------------------------------------------------------------
@@ -227,8 +220,11 @@ class Distillation:
         """The loss and the KL of each run (R, 2); ``scale`` times the gradient is added up."""
         recipe, pair = self.recipe, self.pair
         if recipe.objective == "reconstruction":
-            states = pair.states(sample, self._config.capture)
-            errors = [pair.reconstruction(run.translator, states, scale) for run in runs]
+            spans = list(pair.spans(sample, self._config.capture))
+            errors = [
+                sum(pair.reconstruction(run.translator, span, scale) for span in spans)
+                for run in runs
+            ]
             return np.array([errors, errors]).T
         matches = bool(scale) and recipe.objective == MATCHING
         if self.readings is None:

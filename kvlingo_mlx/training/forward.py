@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 from kvlingo_mlx.format.maps import Map, StateMap, head_map_of, maps_of, state_maps_of
@@ -20,8 +20,8 @@ class Operations:
     """What the two runtimes spell differently."""
 
     joined: Callable[[Sequence[Any]], Any]  # arrays along their last axis
-    chosen: Callable[[Any, Sequence[int]], Any]  # an array's rows by their numbers
-    cast: Callable[[Any, Any], Any]  # an array in another's dtype
+    cast: Callable[[Any, Any], Any]  # an array in a dtype
+    float32: Any  # that dtype
     gelu: Callable[[Any], Any]  # the exact one
     sigmoid: Callable[[Any], Any]
 
@@ -42,37 +42,53 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Maps:
-    """The maps of a translator."""
+    """A translator's float32 tensors by name, in their coordinates, and their computation."""
+
+    operations: ClassVar[Operations]
 
     config: TranslatorConfig
-    operations: Operations
+    tensors: dict[str, Any]
     coordinates: Coordinates
-    inputs: Inputs = field(default_factory=Inputs)  # of the latest conversation
+    inputs: Inputs = field(default_factory=Inputs, kw_only=True)  # of the latest conversation
 
     def layer(
-        self, tensors: Mapping[str, Any], t: int, states: Any, read: Read, rows: slice
+        self,
+        t: int,
+        states: Any,
+        tensors: Mapping[str, Any] | None = None,
+        dtype: Any = None,
+        rows: slice = slice(None),
     ) -> tuple[Any, Any]:
         """The keys and values of target layer ``t``, (T, width) each, of some of the tokens.
 
-        ``states`` are those that ``read`` reads.
+        They are made from the source's states, in ``dtype`` if there is one. ``tensors`` stand in
+        for its own.
         """
+
+        def read(side: str, s: int, rows: slice) -> Any:
+            array = states.side(side)[s]
+            array = array.reshape(array.shape[-2:])[rows]
+            return array if dtype is None else self.operations.cast(array, dtype)
+
         if self.coordinates.white:
             self.inputs.begin(states)
+        own = self.tensors if tensors is None else tensors
         found: dict[str, Any] = {}
         for m in self._by_layer[t]:
-            both, start = self._apply(m, tensors, self._inputs(m, read, rows)), 0
+            both, start = self._apply(m, own, self._inputs(m, read, rows)), 0
             for side in m.writes:
                 stop = start + self.config.target.layers[t].width(side)
                 found[side], start = both[:, start:stop], stop
         return found["keys"], found["values"]
 
-    def names(self, t: int) -> list[str]:
-        """The beginnings of the names of a target layer's tensors."""
-        own = [self.states[t]] if t in self.states else self._by_layer[t]
-        return [f"{m.name}." for m in own]
+    def of_layer(self, t: int) -> dict[str, Any]:
+        """The tensors of target layer ``t``."""
+        own = [self.state_maps[t]] if t in self.state_maps else self._by_layer[t]
+        begins = tuple(f"{m.name}." for m in own)
+        return {name: each for name, each in self.tensors.items() if name.startswith(begins)}
 
     @cached_property
-    def states(self) -> dict[int, StateMap]:
+    def state_maps(self) -> dict[int, StateMap]:
         """The maps of states, by target layer."""
         return {m.layer: m for m in state_maps_of(self.config)}
 
@@ -91,7 +107,7 @@ class Maps:
         white, made, cast = self.coordinates.white[first], self.inputs.white, self.operations.cast
         if first not in made:
             own = self._joined(m, read, slice(None))
-            made[first] = cast(cast(own, white) @ white, own)
+            made[first] = cast(cast(own, white.dtype) @ white, own.dtype)
         return made[first][..., rows, :]
 
     def _joined(self, m: Map, read: Read, rows: slice) -> Any:
@@ -101,13 +117,13 @@ class Maps:
             return own[0] if len(own) == 1 else self.operations.joined(own)
         heads = self.config.source.layers[0].kv_heads
         by_head = self.operations.joined([r.reshape(len(r), heads, -1) for r in own])
-        return self.operations.chosen(by_head.swapaxes(0, 1), head_map_of(self.config))
+        return by_head.swapaxes(0, 1)[list(head_map_of(self.config))]
 
     def _apply(self, m: Map, tensors: Mapping[str, Any], x: Any) -> Any:
         """Apply one map to (T, in) or (H, T, in); returns (T, width) in the inputs' dtype."""
         head, do = f"{m.name}.", self.operations
         get = {
-            name.removeprefix(head): do.cast(self.coordinates.applied(name, tensor), x)
+            name.removeprefix(head): do.cast(self.coordinates.applied(name, tensor), x.dtype)
             for name, tensor in tensors.items()
             if name.startswith(head)
         }

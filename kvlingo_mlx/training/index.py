@@ -51,14 +51,11 @@ class RecordIndex:
         seed: int,
         accepts: Any = None,
     ) -> None:
-        """Read all records.
+        """Read all records of sources (see ``records.open_source``).
 
-        Args:
-            specs: The sources, as for ``records.open_source``.
-            tokenizers: The target's tokenizer, and the source's where it differs.
-            template: The result of ``conversations.boilerplate``; None for plain texts.
-            seed: Chooses the reserved records.
-            accepts: Refuses some of the records (the laboratory's ``RecordFilter``).
+        ``tokenizers`` are the target's, and the source's where it differs. ``template`` is the
+        result of ``conversations.boilerplate``; None for plain texts. ``accepts`` refuses some of
+        the records (the laboratory's ``RecordFilter``).
         """
         if not specs:
             raise ValueError("no training data; name a JSONL file, a folder or a dataset")

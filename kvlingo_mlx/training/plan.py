@@ -1,12 +1,16 @@
-"""What to train and how: a plan, the paper's defaults, and the config of the new translator."""
+"""What to train and how: a plan, the paper's defaults, a new translator's config and tensors."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kvlingo_mlx.format.fingerprints import facts_of_models
-from kvlingo_mlx.format.kinds import kind_named
+from kvlingo_mlx.format.kinds import TENSORS, kind_named
+from kvlingo_mlx.format.maps import maps_of, shapes_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.closed_form import METHODS
 from kvlingo_mlx.stage1.config import config_of_pair
@@ -88,11 +92,9 @@ class TrainingPlan:
     @property
     def matched(self) -> Recipe | None:
         """The recipe by which attention is matched, at the first rate; None if it is not."""
-        recipe = self.recipe
-        own = {"learning_rates": (RATE,)} if recipe.whitened else {}
-        facts = {"objective": MATCHING, "sweep": False}
-        one = {"learning_rates": recipe.learning_rates[:1], **own, **facts}
-        found = recipe.part(self.matching, **one)
+        rates = (RATE,) if self.recipe.whitened else self.recipe.learning_rates[:1]
+        own = {"learning_rates": rates, "objective": MATCHING, "sweep": False}
+        found = self.recipe.part(self.matching, **own)
         return found if found.steps else None
 
     @property
@@ -185,3 +187,28 @@ def make_config(source: Model, target: Model, plan: TrainingPlan) -> TranslatorC
             "to translate"
         )
     return replace(config, provenance={"native_layers": own}) if own else config
+
+
+def initial(
+    config: TranslatorConfig, hidden: int, seed: int, *, gated: bool
+) -> dict[str, np.ndarray]:
+    """The initial tensors that no closed form gives (appendix "Training protocol").
+
+    An MLP starts as PyTorch starts a linear layer, with gates (``gated``) at sigmoid(4). An MLP
+    beside a linear map starts with an output of zero.
+    """
+    generator, spec = np.random.default_rng(seed), config.spec
+    gates = ("gate",) if gated and "gate" in spec.optional else ()
+    arrays: dict[str, np.ndarray] = {}
+    for m in maps_of(config):
+        shapes = shapes_of(config, m, (*spec.learnt, *gates), hidden)
+        for name, shape in shapes.items():
+            start = TENSORS[name].start
+            if isinstance(start, str):
+                many = {"inputs": m.inputs, "hidden": hidden}[start]
+                bound = 0.0 if name in spec.silent else 1 / math.sqrt(many)
+                values = generator.uniform(-bound, bound, shape)
+                arrays[f"{m.name}.{name}"] = values.astype(np.float32)
+            else:
+                arrays[f"{m.name}.{name}"] = np.full(shape, start, np.float32)
+    return arrays

@@ -6,7 +6,7 @@ is NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to
 """
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -19,6 +19,7 @@ from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.passes import Rows
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
+from kvlingo_mlx.training.forward import Operations
 from kvlingo_mlx.training.objectives import Loss, Objective
 
 # A frozen model and its tokenizer: a LanguageModel, or the TorchModel of ``cuda``. Both have name,
@@ -41,24 +42,9 @@ def matched_positions(tokens: int, aligned: AlignedPrefix | None = None) -> np.n
     return found[np.linspace(0, len(found) - 1, min(len(found), QUERIES)).round().astype(int)]
 
 
-def entries_seen(aligned: AlignedPrefix, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The positions of translated entries (S,) and of others (C,), and which queries see them.
-
-    It is for two tokenizers; the queries are those of :func:`matched_positions`, (M, S + C).
-    """
-    others = aligned.others(tokens)
-    return aligned.positions, others, aligned.seen(matched_positions(tokens, aligned), others)
-
-
 def shapes(arrays: Iterable[Any]) -> list[tuple[int, ...]]:
     """The shapes of either runtime's arrays."""
     return [tuple(array.shape) for array in arrays]
-
-
-def check_entries(target: Model, ours: Sequence[Any], theirs: Sequence[tuple[int, ...]]) -> None:
-    """Refuse (UnsupportedModelError) a target whose attention is given entries of other shapes."""
-    if shapes(ours) != theirs:
-        raise _unmatched(target)
 
 
 def _unmatched(target: Model) -> UnsupportedModelError:
@@ -85,6 +71,20 @@ def continued(sample: Sample) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True)
+class Attended:
+    """Some queries of a text in one attention module."""
+
+    queries: Any  # (1, Hq, M, D), normed and rotated
+    shapes: Sequence[tuple[int, ...]]  # of the keys and values (1, H, T, D) that they gather from
+    visible: Any  # (M, T)
+    attend: Callable[..., Any]  # the runtime's attention, in float32
+
+    def gathered(self, keys: Any, values: Any, visible: np.ndarray | None = None) -> Any:
+        """What the queries gather from such entries; of others they see ``visible``."""
+        return self.attend(self.queries, keys, values, self.visible if visible is None else visible)
+
+
+@dataclass(frozen=True)
 class PairReading:
     """The results of the two no-gradient passes over a conversation, which all translators share.
 
@@ -98,7 +98,7 @@ class PairReading:
     teacher: Any
     # Of the whole text, where attention is matched: both models' states, and the target's queries.
     whole: tuple[Any, Any] | None = None
-    attended: Sequence[Sequence[Any]] = ()
+    attended: Sequence[Sequence[Attended]] = ()
 
 
 class Trainable(Protocol):
@@ -107,11 +107,25 @@ class Trainable(Protocol):
     @property
     def config(self) -> TranslatorConfig: ...
 
+    operations: ClassVar[Operations]
+
     def arrays(self) -> dict[str, np.ndarray]:
         """Copies of its tensors by name, in float32."""
 
+    def layer(self, t: int, states: Any, tensors: Any = None, dtype: Any = None) -> Sequence[Any]:
+        """The keys and values of target layer ``t``, (T, width) each, of a source's states.
+
+        The states are cast to ``dtype``, if there is one. ``tensors`` stand in for its own.
+        """
+
+    def descend(self, layer: int, error: Callable[[Any], Any], scale: float) -> float:
+        """An error of a target layer's tensors; adds ``scale`` times its gradient, if not 0."""
+
     def state(self) -> dict[str, np.ndarray]:
-        """Its tensors and, as ``NAME/exp_avg``, ``/exp_avg_sq`` and ``/step``, its optimizer."""
+        """Its tensors in their coordinates; of AdamW ``NAME/exp_avg``, ``/exp_avg_sq``, ``/step``.
+
+        They are as PyTorch has them.
+        """
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         """Become what gave :meth:`state`, in either runtime."""
@@ -151,7 +165,10 @@ class Pair(Rows, Protocol):
                 raise _unmatched(self.target)
         return found
 
-    def match(self, translator: Any, reading: Any, scale: float = 0.0) -> float:
+    def entry(self, layer: int, sides: Sequence[Any], capture: str, at: Any = None) -> Any:
+        """Keys and values (T, width) as the target's cache has them, at positions ``at`` (T,)."""
+
+    def match(self, translator: Trainable, reading: PairReading, scale: float = 0.0) -> float:
         """The share of what the target's attention gathers that is wrong: a mean over layers.
 
         It is the squared error of the heads' outputs where every entry is translated. Like
@@ -161,12 +178,37 @@ class Pair(Rows, Protocol):
         the target's own queries: no gradient goes through the model. Between two tokenizers the
         tokens that the target prefills have its own entries.
         """
-        first, own, match = translator.config.native_layers, reading.attended, self.gradients.match
+        first, own = translator.config.native_layers, reading.attended
         layers = [t for t in range(first, len(own)) if own[t] and reading.sample.num_translated]
-        aligned, tokens = reading.sample.aligned, reading.whole[1].keys[0].shape[-2]
-        between = None if aligned is None else entries_seen(aligned, tokens)
-        passes = self.target, translator, reading
-        return sum(match(*passes, t, scale / len(layers), between) / len(layers) for t in layers)
+        errors = ((t, partial(self._unlike, translator, reading, t)) for t in layers)
+        found = [translator.descend(t, error, scale / len(layers)) for t, error in errors]
+        return sum(each / len(layers) for each in found)
+
+    def _unlike(
+        self, translator: Trainable, reading: PairReading, layer: int, tensors: Mapping[str, Any]
+    ) -> Any:
+        """One layer's share; refuses a target whose attention is given entries of other shapes."""
+        assert reading.whole is not None
+        (states, native), aligned, do = reading.whole, reading.sample.aligned, translator.operations
+        ours = translator.layer(layer, states, tensors, self.target.cache_dtype)
+        its = [side[layer].reshape(side[layer].shape[-2:]) for side in (native.keys, native.values)]
+        placed = partial(self.entry, layer, capture=translator.config.capture)
+        at: Any = None
+        seen: Any = None
+        if aligned is not None:  # the target's own entries stand behind the translated ones
+            tokens, both = len(its[0]), zip(ours, its, strict=True)
+            others = aligned.others(tokens)
+            at = np.concatenate([aligned.positions, others])
+            seen = aligned.seen(matched_positions(tokens, aligned), others)
+            ours = [do.joined([a.T, b[others.tolist()].T]).T for a, b in both]
+        entry, right, errors = placed(ours, at=at), placed(its), list[Any]()
+        for each in reading.attended[layer]:
+            if shapes(right) != each.shapes:
+                raise _unmatched(self.target)
+            wanted = each.gathered(*right)
+            wrong = (each.gathered(*entry, seen) - wanted).square().sum()
+            errors.append(wrong / wanted.square().sum())
+        return sum(errors) / len(errors)
 
     def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
         """The loss of one conversation decoded from its translated cache (equation for L).
@@ -178,7 +220,10 @@ class Pair(Rows, Protocol):
         )
 
     def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
-        """Refuse (UnsupportedModelError) a target through which no gradient reaches its cache."""
+        """Refuse (UnsupportedModelError) a target through which no gradient reaches its cache.
+
+        PyTorch has every gradient of the families that it opens.
+        """
 
     def check_memory(
         self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, plan: Any
@@ -191,18 +236,27 @@ class Pair(Rows, Protocol):
         Raises:
             NotEnoughMemoryError: The message says what would fit.
         """
+        return ""  # as of what a GPU's allocator takes with PyTorch
 
-    def states(self, sample: Sample, capture: str) -> tuple[Any, Any]:
-        """The source's and the target's states of a whole prefix, row by row."""
-
-    def reconstruction(self, translator: Any, states: tuple[Any, Any], scale: float = 0.0) -> float:
-        """The squared error of the target's states, summed over tokens, widths and maps.
+    def reconstruction(
+        self, translator: Trainable, states: tuple[Any, Any], scale: float = 0.0
+    ) -> float:
+        """The squared error of the target's states in a span, summed over tokens, widths and maps.
 
         A translator without a closed form is first trained on it (equation for the closed form;
         appendix "Training protocol", MLP translators). Every position is charged equally.
         """
-        found: float = self.gradients.reconstruction_loss(translator, *states, scale=scale)
-        return found
+        read, wanted = states
+
+        def error(t: int, tensors: Mapping[str, Any]) -> Any:
+            goals = wanted.keys[t], wanted.values[t]
+            both = zip(translator.layer(t, read, tensors), goals, strict=True)
+            cast, float32 = translator.operations.cast, translator.operations.float32
+            pairs = ((cast(each, float32) for each in pair) for pair in both)
+            return sum((ours - goal).square().sum() for ours, goal in pairs)
+
+        layers = range(len(translator.config.target.layers))
+        return sum(translator.descend(t, partial(error, t), scale) for t in layers)
 
     def receipt(
         self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], own: HeldOut | None = None

@@ -29,14 +29,9 @@ class ScheduledReplies:
 def parts_of(
     replies: np.ndarray, kind: Kind, share: float, shares: np.ndarray, usable: np.ndarray
 ) -> list[ScheduledReplies]:
-    """A part for each source that has usable replies.
+    """A part for each source that has ``usable`` ones among ``replies``, the rows of an index.
 
-    Args:
-        replies: The rows of an index.
-        kind: What samples they serve for.
-        share: The share of the run's samples that are of this kind.
-        shares: The share of each source in these.
-        usable: A mask of the replies.
+    ``share`` of the run's samples are of this kind, and of these each source has one of ``shares``.
     """
     sources = np.unique(replies["source"][usable])
     total = shares[sources].sum()
@@ -49,13 +44,10 @@ def parts_of(
 
 
 class Schedule:
-    """An endless list of samples, each of a part, and a row of the index.
+    """An endless list of samples, each of a part, and a row of the index (``replies``).
 
-    Args:
-        replies: The rows of an index.
-        parts: Of which it is mixed, by their shares; none make an empty list.
-        planned: The samples that a run draws, over which lengths are spread.
-        seed: The seed of the order.
+    It is mixed of parts by their shares; none make an empty list. A run draws ``planned`` samples,
+    over which lengths are spread.
     """
 
     def __init__(

@@ -26,8 +26,7 @@ from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint, disk_errors, log_of, write_json
 from kvlingo_mlx.training.coordinates import lengthened
-from kvlingo_mlx.training.initial import initial
-from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
+from kvlingo_mlx.training.plan import TrainingPlan, initial, make_config, provenance_of
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Model, Pair, Readings, pair_of
 from kvlingo_mlx.version import __version__
@@ -76,7 +75,7 @@ class Trainer:
         there = (self.out / translator_folder.CONFIG_FILE).exists()
         if self.force or not there:
             return False
-        if not self._is_ours(make_config(self.source, self.target, self.plan)):
+        if not self._is_ours():
             raise ValueError(
                 f"{self.out} holds a translator that this command did not make (other options, "
                 "data, models or an older version); give another --out, or replace it with --force"
@@ -97,12 +96,12 @@ class Trainer:
         """
         if self.finished():
             return self.out
-        config = make_config(self.source, self.target, self.plan)
-        narrow = narrow_groups(config.source.layers, config.target.layers, self.plan.nu)
+        ends = self.config.source, self.config.target
+        narrow = narrow_groups(*(end.layers for end in ends), self.plan.nu)
         for note in filter(None, (narrow, *self.notes)):
             self._tell(self.warn, note)
         try:
-            return self._run(config)
+            return self._run()
         except (KeyboardInterrupt, SystemExit):
             if self.partial.exists():
                 self._tell(
@@ -110,24 +109,24 @@ class Trainer:
                 )
             raise
 
-    def _run(self, config: TranslatorConfig) -> Path:
-        recipe = self.plan.stage2
+    def _run(self) -> Path:
+        recipe, config = self.plan.stage2, self.config
         curve: Sequence[Mapping[str, Any]] = ()
-        settings = self._settings(config)
+        settings = self._settings()
         versions = {"kvlingo-mlx": __version__, **self.pair.versions}
         facts = settings | dataclasses.asdict(recipe) | versions
         self.group.agree(lambda: {name: canonical_json({name: facts[name]}) for name in facts})
         kept = Checkpoint(self.partial / "initial.safetensors", settings)
         # Checked even if this plan has no stage 2: unfinished work on one must not be lost.
-        for each in (kept, self.checkpoint("stage2", config, recipe)):
+        for each in (kept, self.checkpoint("stage2", recipe)):
             self.group.firsts(each.facts)
         trains = bool(recipe.steps) or not config.spec.solved
         held_out = self._held_out() if trains else []
         if recipe.steps:
-            self._tell(self.say, self.needed(config))
+            self._tell(self.say, self.needed())
         if recipe.steps and (sample := _short(held_out)):
             self.pair.check_gradients(sample, config)
-        config, arrays, provenance = self._first(kept, config, held_out)
+        config, arrays, provenance = self._first(kept, held_out)
         best = None
         if recipe.steps:
             best, curve = self.distilled("stage2", (config, arrays, {}), recipe, held_out)
@@ -149,7 +148,7 @@ class Trainer:
         if text and self.group.leads:
             listener(text)
 
-    def needed(self, config: TranslatorConfig) -> str:
+    def needed(self) -> str:
         """A line that says what the training takes; empty where that is not known.
 
         Raises:
@@ -157,7 +156,12 @@ class Trainer:
         """
         rates = len(self.plan.recipe.learning_rates)
         known = self.lengths
-        return self.pair.check_memory(config, known, rates, self.plan) if known else ""
+        return self.pair.check_memory(self.config, known, rates, self.plan) if known else ""
+
+    @cached_property
+    def config(self) -> TranslatorConfig:
+        """The translator's config, by depth where stage 1 chooses the source layers."""
+        return make_config(self.source, self.target, self.plan)
 
     @cached_property
     def pair(self) -> Pair:
@@ -167,8 +171,7 @@ class Trainer:
     @cached_property
     def readings(self) -> Readings:
         """What the models have read, for all stages."""
-        config = make_config(self.source, self.target, self.plan)
-        return Readings(self.pair, config, self.plan.recipe.reads)
+        return Readings(self.pair, self.config, self.plan.recipe.reads)
 
     @property
     def partial(self) -> Path:
@@ -187,51 +190,49 @@ class Trainer:
 
     # ---- what must not change ---------------------------------------------------------
 
-    def _settings(self, config: TranslatorConfig) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """All that stage 1 depends on: the plan, the data and both models."""
         plan = dataclasses.asdict(self.plan)
         del plan["recipe"]
         if not self.plan.matching:  # so that a run's identity is that of before
             del plan["matching"]
         found = {**plan, **self.settings}
-        for role, spec in (("source", config.source), ("target", config.target)):
+        for role, spec in (("source", self.config.source), ("target", self.config.target)):
             model: Model = getattr(self, role)
             own = {"name": spec.name, **spec.fingerprint, "precision": model.precision}
             facts: dict[str, Any] = {**own, "weights": model.weights_fingerprint}
             found |= {f"{role}'s {fact}": value for fact, value in facts.items()}
         return found
 
-    def _identity(self, config: TranslatorConfig) -> str:
+    def _identity(self) -> str:
         """The sha256 of all that the result depends on; its provenance keeps it as ``run``.
 
         It is the same on both runtimes.
         """
-        facts = {**self._settings(config), **dataclasses.asdict(self.plan.recipe)}
+        facts = self._settings() | dataclasses.asdict(self.plan.recipe)
         return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
 
-    def _is_ours(self, config: TranslatorConfig) -> bool:
+    def _is_ours(self) -> bool:
         """Whether ``out`` holds the result of a training with these settings."""
         try:
             there = translator_folder.read_config(self.out).provenance
         except MalformedTranslatorError:
             return False
-        return there.get("run") == self._identity(config)
+        return there.get("run") == self._identity()
 
-    def checkpoint(self, stage: str, config: TranslatorConfig, recipe: Recipe) -> Checkpoint:
+    def checkpoint(self, stage: str, recipe: Recipe) -> Checkpoint:
         """The checkpoint of a stage."""
-        settings = {**self._settings(config), **dataclasses.asdict(recipe)}
+        settings = self._settings() | dataclasses.asdict(recipe)
         return Checkpoint(self.partial / f"{stage}.safetensors", settings)
 
     # ---- the stages -------------------------------------------------------------------
 
-    def _first(
-        self, kept: Checkpoint, config: TranslatorConfig, held_out: Sequence[Sample]
-    ) -> Start:
+    def _first(self, kept: Checkpoint, held_out: Sequence[Sample]) -> Start:
         """The starting point of stage 2: computed once, and kept for resumed runs."""
         ready = self.group.firsts(kept.path.exists)
         self.group.wait()  # a late process must not see the file that the leading one writes next
         if not ready:
-            made, arrays, provenance = self._stage1(config, held_out)
+            made, arrays, provenance = self._stage1(held_out)
             if self.group.leads:
                 tensors = {n: np.asarray(a, np.float32) for n, a in arrays.items()}
                 assignment = made.assignment.to_json()
@@ -242,15 +243,16 @@ class Trainer:
         state = self.group.firsts(kept.read)
         assert state is not None, "it was written, or was there"
         arrays, facts = state
-        config = dataclasses.replace(config, assignment=read(Assignment, facts["assignment"]))
+        assignment = read(Assignment, facts["assignment"])
+        config = dataclasses.replace(self.config, assignment=assignment)
         return config, arrays, facts["provenance"]
 
-    def _stage1(self, config: TranslatorConfig, held_out: Sequence[Sample]) -> Start:
-        plan, spec = self.plan, config.spec
+    def _stage1(self, held_out: Sequence[Sample]) -> Start:
+        plan, config, spec = self.plan, self.config, self.config.spec
         arrays: dict[str, np.ndarray] = {}
         provenance: dict[str, Any] = {}
         if spec.solved or plan.assignment in METHODS:
-            fitted, arrays, provenance = self.start or self._closed_form(config)
+            fitted, arrays, provenance = self.start or self._closed_form()
             config = dataclasses.replace(config, assignment=fitted.assignment)
             arrays = dict(arrays) if spec.solved else {}
         arrays |= initial(config, plan.hidden, plan.seed, gated=plan.gated)
@@ -268,9 +270,9 @@ class Trainer:
             provenance = {**provenance, "matching": plan.matching, "matched": best.held_out}
         return config, arrays, provenance
 
-    def _closed_form(self, config: TranslatorConfig) -> Start:
+    def _closed_form(self) -> Start:
         """The source layers chosen and the maps solved."""
-        plan, group = self.plan, self.group.of_fits
+        plan, config, group = self.plan, self.config, self.group.of_fits
         shared = plan.matched and norm_named(plan.norm) == "frobenius" and group.size == 1
         models: Any = self.readings if shared else self.pair
 
@@ -306,7 +308,7 @@ class Trainer:
                 best = made.run(lambda report: self.progress(stage, report))
             except distill.DivergedError:
                 if self.group.leads:  # so that a lower rate may begin here
-                    self.checkpoint(stage, start[0], recipe).path.unlink(missing_ok=True)
+                    self.checkpoint(stage, recipe).path.unlink(missing_ok=True)
                 raise
         return best, made.curve
 
@@ -321,7 +323,7 @@ class Trainer:
         """The distillation of a stage that trains a translator at each of some rates."""
         config, arrays, _ = start
         runs = [distill.Run(rate, self.pair.trainable(config, arrays)) for rate in rates]
-        kept = self.checkpoint(stage, config, recipe)
+        kept = self.checkpoint(stage, recipe)
         return distill.Distillation(
             self.pair, runs, self.data, held_out, recipe, kept, self.group, self.keep_every,
             readings=self.readings,
@@ -339,8 +341,8 @@ class Trainer:
         data = ", ".join(Path(name).name for name in self.settings.get("data", ())) or "the data"
         found = self.pair.receipt(config, arrays, HeldOut.of(data, held_out))
         receipt = {} if found is None else {"receipt": found}
-        provenance = {**provenance, "run": self._identity(config), **receipt}
-        overwrite = self.force or self._is_ours(config)
+        provenance = {**provenance, "run": self._identity(), **receipt}
+        overwrite = self.force or self._is_ours()
         config = dataclasses.replace(config, provenance=provenance)
         with disk_errors(f"the translator {self.out.name}", self.out.parent):
             weights = Weights.from_float32(dict(arrays), "float32")

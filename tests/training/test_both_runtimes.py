@@ -265,10 +265,10 @@ def test_coordinates_change_steps_alone(
         slopes = made.gradients if runtime == 0 else {n: t.grad for n, t in made.tensors.items()}
         arrays = made.arrays()
         found.append((matched, lost, {n: np.asarray(a) for n, a in slopes.items()}, arrays))
-    assert learning._maps.inputs.white
+    assert learning.inputs.white
     del reading
     gc.collect()
-    assert not learning._maps.inputs.white, "kept longer than its conversation"
+    assert not learning.inputs.white, "kept longer than its conversation"
     (other_matched, other_lost, plain, wanted), (matched, lost, slopes, weights) = found
     assert matched == pytest.approx(other_matched, rel=1e-4) and matched > 1e-3
     assert lost == pytest.approx(other_lost, rel=1e-4) and lost > 1e-3
@@ -288,12 +288,12 @@ def test_states_are_white_in_the_coordinates_of_their_map(models: Models, mixing
     config = make_config(pair.source, pair.target, TrainingPlan(nu=2, head_mixing=mixing))
     data = [Random(60, different=99).sample(i) for i in range(24)]
     fit = trainings.closed_form(config, pair, data)
-    states = [pair.states(sample, config.capture) for sample in data]
+    states = [each for sample in data for each in pair.spans(sample, config.capture)]
     m = maps_of(config)[1]
     head = () if mixing else (1,)
 
     def rows(end: int, layer: int, heads: int) -> np.ndarray:
-        each = [np.array(pair.rows(both[end], "keys", layer), np.float64) for both in states]
+        each = [np.array(pair.rows(both[end], [("keys", layer)]), np.float64) for both in states]
         every = np.concatenate(each)
         if mixing:
             return every

@@ -20,6 +20,7 @@ from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import trainer
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx import gradients
+from kvlingo_mlx.training.on_mlx.gradients import TranslatedLayer
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.runtime import Pair, pair_of
@@ -43,10 +44,10 @@ def traced(pair: Pair, made: MLXTranslator, reading: Any) -> float:
         ours, native = (x - mx.logsumexp(x, -1, keepdims=True) for x in (ours, native))
         return (mx.exp(native) * (native - ours)).sum() / len(sample.continuation)
 
-    leaves = [gradients._entry(target, made, reading, t, s) for t, s in enumerate(starts)]
-    value, found = mx.value_and_grad(loss)(leaves)
-    for t, start in enumerate(starts):
-        made.learn(gradients._pulled(target, made, reading, t, start, found[t], 1.0))
+    layers = [TranslatedLayer(target, made, reading, t, start) for t, start in enumerate(starts)]
+    value, found = mx.value_and_grad(loss)([layer.entry() for layer in layers])
+    for layer, gradient in zip(layers, found, strict=True):
+        made.learn(layer.pulled(gradient, 1.0))
     return value.item()
 
 

@@ -244,9 +244,8 @@ def test_what_a_training_matches_is_lengthened_before_stage_2(
     for factor in (1.0, 1.15):
         monkeypatch.setattr("kvlingo_mlx.training.coordinates.LONGER", factor)
         trainer = Trainer(pair.source, pair.target, data, plan, tmp_path / f"{factor}")
-        config = make_config(pair.source, pair.target, plan)
-        made.append(trainer._stage1(config, trainer._held_out())[1])
-    before, after = made
+        made.append(trainer._stage1(trainer._held_out())[1])
+    (before, after), config = made, trainer.config
     states = pair.read(data.sample(1), config, attends=True).whole[0]
     for t in range(len(config.target.layers)):
         keys = [np.array(pair.trainable(config, each).layer(t, states)[0]) for each in made]

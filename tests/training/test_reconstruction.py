@@ -15,8 +15,7 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.initial import initial
-from kvlingo_mlx.training.plan import TrainingPlan, make_config
+from kvlingo_mlx.training.plan import TrainingPlan, initial, make_config
 from kvlingo_mlx.training.runtime import pair_of
 from tests.support import tiny
 
@@ -112,7 +111,7 @@ def test_the_loss_is_the_equations(folder: Path, runtime: str, form: str) -> Non
     assert any("gate" in name for name in arrays) == gated
     tokens = rng.integers(5, 280, 7).tolist()
     pair = pair_of(model, model)
-    states = pair.states(Sample(tuple(tokens), (1,)), config.capture)
+    (states,) = pair.spans(Sample(tuple(tokens), (1,)), config.capture)
     read, goal = map(in_numpy, states)
     made = pair.trainable(config, arrays)
     wide = {name: a.astype(np.float64) for name, a in arrays.items()}

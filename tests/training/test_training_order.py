@@ -199,7 +199,7 @@ def test_the_survey_counts_what_a_run_will_see(tmp_path: Path, tokenizer: Any) -
     path = write(tmp_path / "chats.jsonl", [10 + i % 60 for i in range(430)])
     stream = Stream([path], tokenizer, Mixture().scaled(CONTEXT), planned=1600)
     survey = stream.survey
-    assert (survey.records, survey.held_out, survey.skipped) == (387, 43, 0)
+    assert (survey.records, stream.reserved, stream.skipped) == (387, 43, 0)
     assert (survey.packed_share, survey.packed_asked) == (0.0, 0.5), "two packs' worth of tokens"
     drawn = [stream.draw(index) for index in range(1600)]
     met = Counter(draw.records[0][1] for draw in drawn)

@@ -14,10 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
-from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.distill import Best, DivergedError, Interruption, Run, postponed
-from kvlingo_mlx.training.plan import make_config
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.trainer import Start, Trainer
 from kvlingo_mlx.training.watch import complaints
@@ -143,18 +141,18 @@ class SweepTrainer(Trainer):
 
     at_once: int | None = None  # the most rates trained together; None: what fits
 
-    def _settings(self, config: TranslatorConfig) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """Those of the package, by content alone, so that what was begun can move."""
-        found = super()._settings(config)
+        found = super()._settings()
         contents = [found.pop(name) for name in [*found] if name.startswith("contents of ")]
         for place in ("source's name", "target's name", "data"):
             found.pop(place, None)
         return {**found, "contents": contents}
 
-    def needed(self, config: TranslatorConfig) -> str:
+    def needed(self) -> str:
         """A line that says what the training takes, and how many rates fit at a time."""
         if not self.plan.recipe.sweep:
-            return super().needed(config)
+            return super().needed()
         most, needed = self._group
         if most < (rates := len(self.plan.recipe.learning_rates)):
             needed += "\n" * bool(needed) + (
@@ -171,11 +169,10 @@ class SweepTrainer(Trainer):
             NotEnoughMemoryError: There is too little for one.
         """
         rates = len(self.plan.recipe.learning_rates)
-        config = make_config(self.source, self.target, self.plan)
         most = min(rates, self.at_once or rates)
         while self.plan.recipe.steps and self.lengths is not None:
             try:
-                return most, self.pair.check_memory(config, self.lengths, most, self.plan)
+                return most, self.pair.check_memory(self.config, self.lengths, most, self.plan)
             except NotEnoughMemoryError:
                 if most == 1:
                     raise
@@ -191,7 +188,7 @@ class SweepTrainer(Trainer):
         named = lambda n: stage if n == 0 else f"{stage}-{n + 1}"  # noqa: E731
 
         def begun(number: int) -> tuple[float, ...]:
-            kept = self.checkpoint(named(number), start[0], recipe)
+            kept = self.checkpoint(named(number), recipe)
             return tuple(
                 run["rate"] for run in (self.group.firsts(kept.facts) or {}).get("runs", ())
             )
@@ -224,7 +221,7 @@ class SweepTrainer(Trainer):
         except DivergedError:
             if made.best is None:
                 if self.group.leads:
-                    self.checkpoint(stage, start[0], recipe).path.unlink(missing_ok=True)
+                    self.checkpoint(stage, recipe).path.unlink(missing_ok=True)
                 raise
             best = made.best
         return Trained.of(best, made.runs, made.curve)

@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -28,7 +29,7 @@ from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
-from kvlingo_mlx.training.on_mlx.attention import Attended, attended, match  # noqa: F401
+from kvlingo_mlx.training.on_mlx.attention import attended
 from kvlingo_mlx.training.on_mlx.layers import Entry, Pass
 from kvlingo_mlx.training.on_mlx.losses import loss_of
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
@@ -51,7 +52,7 @@ def read(
     """Read a conversation with both models.
 
     ``kept`` keeps the source's recurrent states in the place of what went into them. With
-    ``attends`` the target reads the text in one pass, and :func:`.attention.match` can learn of it.
+    ``attends`` the target reads the text in one pass, and its attention can be matched.
     """
     tokens, num_read = (*sample.prefix, *sample.continuation[:-1]), len(sample.prefix) - 1
     cache, reads = make_prompt_cache(target.model), (capture, kept)
@@ -123,100 +124,113 @@ def conversation_loss(
     *,
     scale: float = 0.0,
 ) -> Loss:
-    """The loss of one conversation decoded from its translated cache (equation for L).
-
-    The target runs the last prefix token. A ``scale`` other than 0 adds that multiple of the loss's
-    gradient to the translator's.
-    """
+    """See :meth:`kvlingo_mlx.training.runtime.Pair.loss`; the target runs the last prefix token."""
     num_read = len(reading.sample.prefix) - 1
     # Positions before a layer's window are not translated.
     starts = target.geometry.first_kept(num_read) if reading.states is not None else []
     first = len(reading.native)
+    layers = [
+        TranslatedLayer(target, translator, reading, first + t, start)
+        for t, start in enumerate(starts[first:])
+    ]
     with working():
-        leaves = [
-            _entry(target, translator, reading, t, starts[t]) for t in range(first, len(starts))
-        ]
+        leaves = [layer.entry() for layer in layers]
         mx.eval(leaves)
     learns = scale != 0.0 and bool(leaves)
     cache = _cache(target, [*reading.native, *leaves], reading.sample)
     run, place = _continued(target, reading.sample, cache)
-    with working():
+    with working(), contextlib.nullcontext() if learns else place():
         made = Pass(target, cache, run, place) if learns else None
-        if made is None:
-            with place():
-                student = run()
-                mx.eval(student)
-        else:
-            student = made.hidden
-    loss = loss_of(
-        *(objective, target, student, reading.teacher, reading.sample.continuation),
-        with_gradient=learns,
-    )
+        student = run() if made is None else made.hidden
+        mx.eval(student)
+    teacher, labels = reading.teacher, reading.sample.continuation
+    loss = loss_of(objective, target, student, teacher, labels, with_gradient=learns)
     if made is None:
         return loss
     with working():
         for t, gradient in made.gradients(loss.gradient):
-            pulled = _pulled(target, translator, reading, t, starts[t], gradient, scale)
-            translator.learn(pulled)
+            translator.learn(layers[t - first].pulled(gradient, scale))
             if t == first:
                 break
     return loss
 
 
-def _entry(
-    target: LanguageModel, translator: MLXTranslator, reading: PairReading, layer: int, start: int
-) -> Entry:
-    """A translated layer's cache entries from position ``start`` on."""
-    kept: Entry | None = None
-    for span in _spans(target, translator, reading, layer, start):
-        kept = _part(target, translator, reading, layer, span, kept=kept)
-        if span.stop is not None:
-            mx.eval(kept)  # else all steps of a recurrence would be in memory at once
-    assert kept is not None
-    return kept
+@dataclass(frozen=True)
+class TranslatedLayer:
+    """A layer of the target whose cache entries, from position ``start`` on, are translated."""
 
+    target: LanguageModel
+    translator: MLXTranslator
+    reading: PairReading
+    layer: int
+    start: int
 
-def _spans(
-    target: LanguageModel, translator: MLXTranslator, reading: PairReading, layer: int, start: int
-) -> list[slice]:
-    """The positions from ``start`` on; a recurrent layer's in segments of ``SEGMENT`` tokens.
+    def entry(self) -> Entry:
+        """The cache entries."""
+        kept: Entry | None = None
+        for span in self.spans():
+            kept = self.part(span, kept=kept)
+            if span.stop is not None:
+                mx.eval(kept)  # else all steps of a recurrence would be in memory at once
+        assert kept is not None
+        return kept
 
-    They are counted back from the end. So the first one is the shortest, since a segment of one
-    token behind others would be mlx-lm's to decode, which has no gradient on Metal.
-    """
-    end = len(reading.sample.prefix) - 1
-    recurrent = target.geometry.layers[layer].recurrence is not None
-    if not recurrent or end - start <= SEGMENT or maps_states(translator.config, layer):
-        return [slice(start, None)]
-    cuts = [start, *sorted(range(end, start, -SEGMENT))]
-    return [slice(first, last) for first, last in itertools.pairwise(cuts)]
+    def spans(self) -> list[slice]:
+        """The positions from ``start`` on; a recurrent layer's in segments of ``SEGMENT`` tokens.
 
+        They are counted back from the end. So the first one is the shortest, since a segment of one
+        token behind others would be mlx-lm's to decode, which has no gradient on Metal.
+        """
+        start, end = self.start, len(self.reading.sample.prefix) - 1
+        recurrent = self.target.geometry.layers[self.layer].recurrence is not None
+        mapped = maps_states(self.translator.config, self.layer)
+        if not recurrent or end - start <= SEGMENT or mapped:
+            return [slice(start, None)]
+        cuts = [start, *sorted(range(end, start, -SEGMENT))]
+        return [slice(first, last) for first, last in itertools.pairwise(cuts)]
 
-def _part(
-    target: LanguageModel,
-    translator: MLXTranslator,
-    reading: PairReading,
-    layer: int,
-    span: slice,
-    *,
-    tensors: dict[str, mx.array] | None = None,
-    kept: Entry | None = None,
-) -> Entry:
-    """A translated layer's cache entries of ``span``; what a recurrent one then keeps.
+    def part(
+        self, span: slice, *, tensors: dict[str, mx.array] | None = None, kept: Entry | None = None
+    ) -> Entry:
+        """The cache entries of ``span``; what a recurrent layer then keeps.
 
-    ``tensors`` stand in for the translator's own; ``kept`` is what a recurrence goes on from.
-    """
-    states, aligned = reading.states, reading.sample.aligned
-    assert states is not None
-    if maps_states(translator.config, layer):
-        assert states.kept is not None
-        state = translator.mapped_state(layer, states.kept, tensors)
-        return caches.with_tail(target, layer, state)
-    keys, values = translator.layer(layer, states, tensors, target.cache_dtype, span)
-    at = None if aligned is None else mx.array(aligned.positions + aligned.shift)
-    more: dict[str, Any] = {} if kept is None else {"kept": kept}
-    capture, first = translator.config.capture, span.start
-    return caches.entry(target, layer, keys, values, capture, first, at, **more)
+        ``tensors`` stand in for the translator's own; ``kept`` is what a recurrence goes on from.
+        """
+        target, translator, layer = self.target, self.translator, self.layer
+        states, aligned = self.reading.states, self.reading.sample.aligned
+        assert states is not None
+        if maps_states(translator.config, layer):
+            assert states.kept is not None
+            state = translator.mapped_state(layer, states.kept, tensors)
+            return caches.with_tail(target, layer, state)
+        keys, values = translator.layer(layer, states, tensors, target.cache_dtype, span)
+        at = None if aligned is None else mx.array(aligned.positions + aligned.shift)
+        more: dict[str, Any] = {} if kept is None else {"kept": kept}
+        capture, first = translator.config.capture, span.start
+        return caches.entry(target, layer, keys, values, capture, first, at, **more)
+
+    def pulled(self, gradient: Entry, scale: float) -> dict[str, mx.array]:
+        """``scale`` times the gradients of the layer's tensors from those of its cache entries."""
+        tensors = self.translator.of_layer(self.layer)
+        names, count = list(tensors), len(tensors)
+        spans, befores = self.spans(), list[Entry | None]([None])
+        for span in spans[:-1]:
+            befores.append(self.part(span, kept=befores[-1]))
+            mx.eval(befores[-1])
+        wanted, sums = [scale * g for g in gradient], list[mx.array]()
+        while spans:  # a segment runs again from what was kept before it, the last one first
+            span, before = spans.pop(), befores.pop()
+
+            def entry(*arrays: mx.array, span: slice = span) -> list[mx.array]:
+                own = dict(zip(names, arrays[:count], strict=True))
+                return list(self.part(span, tensors=own, kept=arrays[count:] or None))
+
+            _, found = mx.vjp(entry, [*tensors.values(), *(before or ())], wanted)
+            sums = [a + b for a, b in zip(sums, found, strict=False)] or found[:count]
+            wanted = found[count:]
+            if spans:
+                mx.eval(sums, wanted)
+        return dict(zip(names, sums, strict=True))
 
 
 def _cache(target: LanguageModel, entries: Sequence[Entry], sample: Sample) -> list[Any]:
@@ -252,66 +266,3 @@ def _continued(
         lambda: hidden_states(target, tokens, cache)[len(aligned.own) :],
         functools.partial(placed, target, cache, places, seen),
     )
-
-
-def _pulled(
-    target: LanguageModel,
-    translator: MLXTranslator,
-    reading: PairReading,
-    layer: int,
-    start: int,
-    gradient: Entry,
-    scale: float,
-) -> dict[str, mx.array]:
-    """The gradients of a layer's tensors from those of its cache entries."""
-    tensors = translator.of_layer(layer)
-    names, count = list(tensors), len(tensors)
-    spans, befores = _spans(target, translator, reading, layer, start), list[Entry | None]([None])
-    for span in spans[:-1]:
-        befores.append(_part(target, translator, reading, layer, span, kept=befores[-1]))
-        mx.eval(befores[-1])
-    wanted, sums = [scale * g for g in gradient], list[mx.array]()
-    while spans:  # a segment of a recurrence runs again from what was kept before it, last first
-        span, before = spans.pop(), befores.pop()
-
-        def entry(*arrays: mx.array, span: slice = span) -> list[mx.array]:
-            own = dict(zip(names, arrays[:count], strict=True))
-            kept = arrays[count:] or None
-            return list(_part(target, translator, reading, layer, span, tensors=own, kept=kept))
-
-        _, found = mx.vjp(entry, [*tensors.values(), *(before or ())], wanted)
-        sums = [a + b for a, b in zip(sums, found, strict=False)] or found[:count]
-        wanted = found[count:]
-        if spans:
-            mx.eval(sums, wanted)
-    return dict(zip(names, sums, strict=True))
-
-
-def reconstruction_loss(
-    translator: MLXTranslator, read: KVStates, wanted: KVStates, *, scale: float = 0.0
-) -> float:
-    """The squared error of the target's states on a prefix, summed over tokens, widths and maps.
-
-    See :meth:`kvlingo_mlx.training.runtime.Pair.reconstruction`.
-    """
-    total = 0.0
-    for t in range(len(translator.config.target.layers)):
-        tensors = translator.of_layer(t)
-
-        def error(tensors: dict[str, mx.array], t: int = t) -> mx.array:
-            outputs = translator.layer(t, read, tensors)
-            goals = (wanted.keys[t][0], wanted.values[t][0])
-            keys, values = (
-                (out.astype(mx.float32) - goal.astype(mx.float32)).square().sum()
-                for out, goal in zip(outputs, goals, strict=True)
-            )
-            return keys + values
-
-        with working():
-            if scale == 0.0:
-                total += float(error(tensors).item())  # type: ignore[arg-type]
-                continue
-            value, gradients = mx.value_and_grad(error)(tensors)
-            translator.learn({name: scale * g for name, g in gradients.items()})
-            total += float(value.item())  # type: ignore[arg-type]
-    return total

@@ -60,11 +60,8 @@ class LayerCall:
 class Pass:
     """One pass of a model over ``cache``, which stays as it was before.
 
-    Args:
-        model: The model.
-        cache: Its caches.
-        run: The pass; returns (M, width) final hidden states.
-        place: The context in which the pass, and each layer of it, runs.
+    ``run`` is the pass, which returns (M, width) final hidden states; ``place`` is the context in
+    which it, and each layer of it, runs.
     """
 
     def __init__(

@@ -23,15 +23,10 @@ def loss_of(
     *,
     with_gradient: bool = True,
 ) -> Loss:
-    """The objective of one continuation.
+    """The objective of one continuation, and its gradient in the student's hidden states.
 
-    Args:
-        objective: The objective to minimise.
-        target: The model whose head turns hidden states into logits.
-        student: (M, width) final hidden states that predict the M tokens of ``labels``.
-        teacher: The same hidden states from the native cache.
-        labels: The continuation itself.
-        with_gradient: Whether to compute ``gradient``.
+    ``student`` (M, width) are final hidden states that predict the M tokens of ``labels``, and
+    ``teacher`` the same ones from the native cache; the target's head turns them into logits.
     """
     vocabulary = logits_of(target, student[:1]).shape[-1]  # nothing is computed for it
     block = max(1, min(BLOCK, LOGITS // vocabulary))

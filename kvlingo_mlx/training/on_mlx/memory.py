@@ -78,16 +78,10 @@ def needs(
 ) -> dict[str, int]:
     """The bytes that training takes at most, by purpose.
 
-    Args:
-        source: The model whose cache is translated.
-        target: The model that decodes from it.
-        config: The translator's config.
-        prefix: The tokens of the longest prefix.
-        answer: The tokens of the longest continuation.
-        rates: The number of learning rates, each with a translator of its own.
-        plan: What else a training takes: an MLP's hidden units, white coordinates, which have
-            matrices and inputs of their own, attention that is matched, for which the target reads
-            a text in one pass, and conversations that are kept.
+    ``prefix`` and ``answer`` are the tokens of the longest prefix and continuation; each of
+    ``rates`` learning rates has a translator of its own. ``plan`` tells what else it takes: an
+    MLP's hidden units, white coordinates, which have matrices and inputs of their own, attention
+    that is matched, for which the target reads a text in one pass, and conversations that are kept.
     """
     matches, reads = plan.matching > 0, plan.recipe.reads
     models = sum({id(model): weights_bytes(model) for model in (source, target)}.values())

@@ -1,6 +1,6 @@
 """Two MLX models in a training."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -9,16 +9,14 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
+from kvlingo_mlx import caches
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.evaluation import verification
-from kvlingo_mlx.fitting.rows import DeviceRows, aligned_states
+from kvlingo_mlx.fitting.rows import DeviceRows
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import STATES
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.models.capture import whole
-from kvlingo_mlx.models.delta_rule import in_chunks
-from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.timing.random_maps import random_maps
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import objective_named
@@ -72,14 +70,11 @@ class MLXPair(DeviceRows, Pair):
     ) -> str:
         return memory.check(self.source, self.target, config, lengths, rates, plan)
 
-    @in_chunks(gradient=False)
-    def states(self, sample: Sample, capture: str) -> tuple[KVStates, KVStates]:
-        if sample.aligned is not None:
-            return aligned_states(self.source, self.target, sample.aligned, capture)
-        read = whole(self.source, sample.prefix, capture)
-        if self.source is self.target:
-            return read, read
-        return read, whole(self.target, sample.prefix, capture)
+    def entry(
+        self, layer: int, sides: Sequence[mx.array], capture: str, at: Any = None
+    ) -> tuple[mx.array, ...]:
+        at = None if at is None else mx.array(at)
+        return caches.entry(self.target, layer, *sides, capture, positions=at)
 
     def receipt(
         self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], own: HeldOut | None = None

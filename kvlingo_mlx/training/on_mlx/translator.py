@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from kvlingo_mlx.backend import mx, nn
 
@@ -14,35 +14,26 @@ from mlx.optimizers import AdamW
 
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import unit
-from kvlingo_mlx.training.coordinates import Coordinates, apart
+from kvlingo_mlx.training.coordinates import apart
 from kvlingo_mlx.training.forward import Maps, Operations
 from kvlingo_mlx.translators.state_maps import mapped
 
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names, and those of checkpoints
 
 
-def _chosen(array: mx.array, rows: Sequence[int]) -> mx.array:
-    return array[mx.array(list(rows))]
-
-
-OPERATIONS = Operations(
-    joined=lambda arrays: mx.concatenate(list(arrays), axis=-1),
-    chosen=_chosen,
-    cast=lambda tensor, like: tensor.astype(like.dtype),
-    gelu=nn.gelu,
-    sigmoid=mx.sigmoid,
-)
-
-
 @dataclass(frozen=True)
-class MLXTranslator:
-    """A translator's float32 tensors by name, in their coordinates, and their computation."""
+class MLXTranslator(Maps):
+    """A translator whose tensors MLX trains; see :class:`.Trainable`."""
 
-    config: TranslatorConfig
-    tensors: dict[str, mx.array]
-    coordinates: Coordinates
+    operations: ClassVar[Operations] = Operations(
+        joined=lambda arrays: mx.concatenate(list(arrays), axis=-1),
+        cast=mx.array.astype,
+        float32=mx.float32,
+        gelu=nn.gelu,
+        sigmoid=mx.sigmoid,
+    )
+
     gradients: dict[str, mx.array] = field(default_factory=dict)
 
     @classmethod
@@ -52,27 +43,6 @@ class MLXTranslator:
         """Trainable copies of ``arrays``, in float32, and their coordinates."""
         return cls(config, *apart(arrays, config, lambda a: mx.array(np.asarray(a, np.float32))))
 
-    def layer(
-        self,
-        t: int,
-        states: KVStates,
-        tensors: Mapping[str, mx.array] | None = None,
-        dtype: mx.Dtype | None = None,
-        rows: slice = slice(None),
-    ) -> tuple[mx.array, mx.array]:
-        """The keys and values of target layer ``t``, (T, width) each, of some of the tokens.
-
-        They are made from the source's states, in ``dtype`` if there is one. ``tensors`` stand in
-        for its own.
-        """
-
-        def read(side: str, s: int, rows: slice) -> mx.array:
-            array = states.side(side)[s][0, rows]
-            return array if dtype is None else array.astype(dtype)
-
-        own = self.tensors if tensors is None else tensors
-        return self._maps.layer(own, t, states, read, rows)
-
     def mapped_state(
         self, t: int, kept: Mapping[int, mx.array], tensors: Mapping[str, mx.array] | None = None
     ) -> mx.array:
@@ -80,17 +50,8 @@ class MLXTranslator:
 
         ``tensors`` stand in for its own.
         """
-        own, m = self.tensors if tensors is None else tensors, self._maps.states[t]
+        own, m = self.tensors if tensors is None else tensors, self.state_maps[t]
         return mapped(m, kept, *(own[f"{m.name}.{name}"] for name in m.shapes))
-
-    def of_layer(self, t: int) -> dict[str, mx.array]:
-        """The tensors of target layer ``t``."""
-        begins = tuple(self._maps.names(t))
-        return {name: a for name, a in self.tensors.items() if name.startswith(begins)}
-
-    @cached_property
-    def _maps(self) -> Maps:
-        return Maps(self.config, OPERATIONS, self.coordinates)
 
     @cached_property
     def _optimizer(self) -> AdamW:
@@ -107,12 +68,21 @@ class MLXTranslator:
             self.gradients[name] = gradient if there is None else there + gradient
         mx.eval(self.gradients)
 
+    @unit
+    def descend(
+        self, layer: int, error: Callable[[dict[str, mx.array]], mx.array], scale: float
+    ) -> float:
+        tensors = self.of_layer(layer)
+        if scale == 0.0:
+            return float(error(tensors).item())  # type: ignore[arg-type]
+        value, gradients = mx.value_and_grad(error)(tensors)
+        self.learn({name: scale * g for name, g in gradients.items()})
+        return float(value.item())  # type: ignore[arg-type]
+
     def arrays(self) -> dict[str, np.ndarray]:
-        """The translator's tensors, in float32."""
         return {n: np.array(self.coordinates.plain(n, a)) for n, a in self.tensors.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """The tensors in their coordinates, and the optimizer's moments as PyTorch has them."""
         kept = self._optimizer.state
         found = {name: np.array(array) for name, array in self.tensors.items()}
         if not self._optimizer.step.item():
@@ -123,7 +93,6 @@ class MLXTranslator:
         return found
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Become what gave :meth:`state`."""
         kept: dict[str, Any] = self._optimizer.state
         for name in self.tensors:
             self.tensors[name] = mx.array(state[name])
@@ -132,7 +101,6 @@ class MLXTranslator:
                 kept["step"] = mx.array(int(state[f"{name}/step"].item()), mx.uint64)
 
     def gather(self, group: Group) -> bool:
-        """Sum the gradients over all processes; returns whether they are finite."""
         for name, tensor in self.tensors.items():
             self.gradients.setdefault(name, mx.zeros_like(tensor))
         if group.size > 1:
@@ -161,5 +129,4 @@ class MLXTranslator:
             mx.eval(self.tensors[name], kept[name])
 
     def forget(self) -> None:
-        """Drop the gradients."""
         self.gradients.clear()

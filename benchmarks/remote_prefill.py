@@ -75,7 +75,7 @@ def paced(args: argparse.Namespace) -> None:
 
     def slow_append(cache: Any, states: Any, *rest: Any) -> None:
         append(cache, states, *rest)
-        time.sleep(translated * (states.end - states.start))
+        time.sleep(translated * max(group.states.shape[-2] for group in states.keys))
 
     capture.prefill, Line.read, caches.append = slow_prefill, slow_read, slow_append
 

@@ -483,11 +483,6 @@ def give_back(caches: Sequence[Any]) -> None:
     mx.eval(moved)
 
 
-def nbytes(caches: Sequence[Any]) -> int:
-    """The bytes that caches hold."""
-    return sum(cache.nbytes for cache in caches)
-
-
 def is_ring(cache: Any) -> bool:
     """Whether a cache keeps only a window; such a cache cannot be trimmed once it is full."""
     return isinstance(cache, RotatingKVCache)
@@ -503,19 +498,16 @@ def forgets(cache: Any) -> bool:
     return is_ring(cache) or is_recurrent(cache)
 
 
-def length(caches: Sequence[Any]) -> int:
-    """The tokens that caches hold, by the first that counts them; 0 where none does."""
-    return next((cache.offset for cache in caches if not is_recurrent(cache)), 0)
-
-
-def is_stock(cache: Any, layer: LayerGeometry) -> bool:
-    """Whether a cache is of the expected class for a layer."""
-    window = layer.window
+def unlike_stock(cache: Any, layer: LayerGeometry) -> str | None:
+    """What a cache should be for a layer, in words, if it is of another class; else None."""
     if layer.recurrence is not None:
-        return type(cache) is ArraysCache and len(cache.cache) == len(layer.recurrence.parts)
-    if window is None:
-        return type(cache) in (KVCache, TranslatedKVCache, PositionedKVCache)
-    return type(cache) is RotatingKVCache and cache.max_size == window
+        stock = type(cache) is ArraysCache and len(cache.cache) == len(layer.recurrence.parts)
+        return None if stock else "an ArraysCache of its tail and state"
+    if layer.window is None:
+        stock = type(cache) in (KVCache, TranslatedKVCache, PositionedKVCache)
+        return None if stock else "a KVCache"
+    stock = type(cache) is RotatingKVCache and cache.max_size == layer.window
+    return None if stock else "a RotatingKVCache of its window"
 
 
 def numbers(cache: Any) -> dict[str, int]:
@@ -538,34 +530,28 @@ def restored(
         KeyError: An array is missing.
     """
     cache = make_prompt_cache(model.model)[layer]
-    if (recurrence := model.geometry.layers[layer].recurrence) is not None:
-        if known != numbers(cache):
-            raise ValueError(f"layer {layer} of {model.name} keeps {numbers(cache)}, not {known}")
-        dtypes = (model.cache_dtype, mx.float32)  # as mlx-lm keeps tails and states
-        for name, shape, dtype in zip(names(cache), recurrence.parts, dtypes, strict=False):
-            _check_array(model, layer, arrays[name], (1, *shape), dtype)
-            put_part(cache, name, arrays[name])
-        return cache
+    recurrence = model.geometry.layers[layer].recurrence
     if "entries" in known and type(cache) is KVCache:
         cache = PositionedKVCache()
     fixed = {name: value for name, value in numbers(cache).items() if name not in MOVING}
     if set(known) != set(numbers(cache)) or any(known[n] != value for n, value in fixed.items()):
         raise ValueError(f"layer {layer} of {model.name} has a {type(cache).__name__} of {fixed}")
-    room = arrays[SIDES[0]].shape[2]
-    for name, (heads, width) in zip(SIDES, stored_shape(model, layer), strict=True):
-        _check_array(model, layer, arrays[name], (1, heads, room, width), model.cache_dtype)
-    if known.get("_idx", known.get("entries", known["offset"])) > room:
-        raise ValueError(f"layer {layer} of {model.name} holds {room} tokens, not {known}")
-    vars(cache).update(known)
-    cache.keys, cache.values = (arrays[name] for name in SIDES)
+    dtypes = [model.cache_dtype, model.cache_dtype]
+    if recurrence is not None:
+        dtypes[1] = mx.float32  # as mlx-lm keeps states
+        shapes = [(1, *shape) for shape in recurrence.parts]
+    else:
+        room = arrays[SIDES[0]].shape[2]
+        shapes = [(1, heads, room, width) for heads, width in stored_shape(model, layer)]
+        if known.get("_idx", known.get("entries", known["offset"])) > room:
+            raise ValueError(f"layer {layer} of {model.name} holds {room} tokens, not {known}")
+        vars(cache).update(known)
+    for name, shape, dtype in zip(names(cache), shapes, dtypes, strict=False):
+        array = arrays[name]
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(
+                f"layer {layer} of {model.name} holds {array.dtype} {array.shape}; expected "
+                f"{dtype} {shape}"
+            )
+        put_part(cache, name, array)
     return cache
-
-
-def _check_array(
-    model: LanguageModel, layer: int, array: mx.array, shape: tuple[int, ...], dtype: mx.Dtype
-) -> None:
-    if array.shape != shape or array.dtype != dtype:
-        raise ValueError(
-            f"layer {layer} of {model.name} holds {array.dtype} {array.shape}; expected "
-            f"{dtype} {shape}"
-        )

@@ -27,12 +27,10 @@ def prefill_between(
     of entries, so only the mask decides which entries a token sees. Each chunk is evaluated.
 
     Args:
-        model: The model.
         cache: Its caches, with E entries written in each; none of them is a ring.
         tokens: (B,) the tokens to read, in the text's order.
         positions: (B,) the position at which each token is rotated; any integers.
         visible: (B, E + B) whether a token sees an entry, its own included.
-        step_size: The number of tokens per chunk.
     """
     held = visible.shape[1] - len(tokens)
     for each in cache:
@@ -57,7 +55,6 @@ def read_amid(
     it reads here, and of the others the entries that were there.
 
     Args:
-        model: The model.
         cache: Its caches of a text, an entry for each token.
         tokens: (B,) the tokens to read, in the text's order.
         positions: (B,) their positions in the text.

@@ -15,6 +15,15 @@ class _Pinned:
     prefix: int = 0
     offset: int
 
+    @property
+    def state(self) -> tuple[Any, ...]:
+        return *super().state, self.prefix  # type: ignore[misc]
+
+    @state.setter
+    def state(self, saved: tuple[Any, ...]) -> None:
+        *stock, self.prefix = saved
+        super(_Pinned, type(self)).state.__set__(self, stock)  # type: ignore[misc]
+
     def trim(self, n: int) -> int:
         """Drop the last ``n`` entries.
 
@@ -34,34 +43,14 @@ class _Pinned:
 class TranslatedKVCache(_Pinned, KVCache):
     """A stock cache whose ``trim`` does not reach into a prefix translated between tokenizers."""
 
-    @property
-    def state(self) -> tuple[Any, ...]:
-        return *super().state, self.prefix
-
-    @state.setter
-    def state(self, saved: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, self.prefix = saved
-
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
         """The same cache quantised to ``bits``."""
         stock = super().to_quantized(group_size, bits)
-        found = TranslatedQuantizedKVCache(group_size, bits)
-        found.keys, found.values, found.offset = stock.keys, stock.values, stock.offset
-        found.prefix = self.prefix
-        return found
+        return TranslatedQuantizedKVCache.from_state((*stock.state, self.prefix))
 
 
 class TranslatedQuantizedKVCache(_Pinned, QuantizedKVCache):
     """The quantised form of :class:`TranslatedKVCache`, for ``kv_bits``."""
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        return *super().state, self.prefix
-
-    @state.setter
-    def state(self, saved: tuple[Any, ...]) -> None:
-        *stock, self.prefix = saved
-        self.keys, self.values, self.offset, self.group_size, self.bits = stock
 
 
 class PositionedKVCache(KVCache):
@@ -114,13 +103,7 @@ for _cls in (TranslatedKVCache, TranslatedQuantizedKVCache):
 
 def pin(caches: Sequence[Any]) -> list[Any]:
     """Copies of the caches whose present entries cannot be trimmed; the arrays are shared."""
-    pinned = []
-    for cache in caches:
-        found = TranslatedKVCache()
-        found.keys, found.values, found.offset = cache.state
-        found.prefix = cache.offset
-        pinned.append(found)
-    return pinned
+    return [TranslatedKVCache.from_state((*cache.state, cache.offset)) for cache in caches]
 
 
 def positioned(caches: Sequence[Any]) -> list[Any]:

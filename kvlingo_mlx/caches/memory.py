@@ -82,11 +82,7 @@ def cache_bytes(model: LanguageModel, num_tokens: int) -> int:
 
 
 def check_caches(models: Iterable[LanguageModel], num_tokens: int) -> None:
-    """Refuse a prompt whose caches do not fit beside what is already loaded.
-
-    Raises:
-        NotEnoughMemoryError: The message gives the needed and the available memory.
-    """
+    """Refuse (as :func:`check`) a prompt whose caches do not fit beside what is loaded already."""
     needed = sum(cache_bytes(model, num_tokens) for model in models)
     check({caches_of(num_tokens): needed})
 

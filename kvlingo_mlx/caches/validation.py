@@ -20,10 +20,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 def validate_cache(cache: Sequence[Any], model: LanguageModel, num_tokens: int) -> None:
     """Refuse a cache that does not hold ``num_tokens`` tokens of one sequence for ``model``.
 
-    Args:
-        cache: Stock mlx-lm caches, one per cache layer.
-        model: The model that is to continue from it.
-        num_tokens: The tokens that every layer must have seen, including those outside its window.
+    Every layer must have seen them all, including those outside its window.
 
     Raises:
         CacheError: The message names the layer, what was found and what was expected.
@@ -47,9 +44,7 @@ def validate_cache(cache: Sequence[Any], model: LanguageModel, num_tokens: int) 
 def _difference(held: Any, model: LanguageModel, index: int, num_tokens: int) -> str | None:
     """The fault of one layer's cache in words, or None."""
     layer = model.geometry.layers[index]
-    if not caches.is_stock(held, layer):
-        kind = "a RotatingKVCache of its window" if layer.window else "a KVCache"
-        kind = kind if layer.recurrence is None else "an ArraysCache of its tail and state"
+    if kind := caches.unlike_stock(held, layer):
         return f"it is a {type(held).__name__}, expected {kind}"
     if layer.recurrence is not None:
         return _of_parts(held, layer.recurrence, num_tokens)

@@ -55,12 +55,9 @@ def stats_of(exchange: Exchange) -> Stats:
 
 
 def check_room(lengths: Mapping[str, int], lines: Mapping[str, Line], group: Group = ALONE) -> None:
-    """Refuse lengths at which lines would not fit into memory.
+    """Refuse lengths, by name, at which lines would not fit into memory.
 
-    Args:
-        lengths: Tokens that lines are to hold, by name.
-        lines: All lines.
-        group: The processes that hold them, of which each must have room.
+    Each process of the ``group`` that holds them must have room.
 
     Raises:
         NotEnoughMemoryError: The message gives the memory that is needed and that there is.
@@ -76,12 +73,5 @@ def check_room(lengths: Mapping[str, int], lines: Mapping[str, Line], group: Gro
 
 def _line(line: Line) -> LineStats:
     brought = translated(line.spans)
-    return LineStats(
-        line.name,
-        len(line),
-        len(line) - brought,
-        brought,
-        line.cache_bytes,
-        line.native.nbytes,
-        line.where,
-    )
+    tokens = len(line), len(line) - brought, brought
+    return LineStats(line.name, *tokens, line.cache_bytes, line.native.nbytes, line.where)

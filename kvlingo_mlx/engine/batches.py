@@ -44,27 +44,24 @@ class Row:
         self.parts: list[KVStates] = []
         seeded = choice.seed is not None and choice.sampler is not None
         self.sampler = _Seeded(choice) if seeded else choice.sampler
-        self.processors = self._guarded(choice.logits_processors or ())
+        self.processors = list(map(self._guarded, choice.logits_processors or ()))
         self.context = list(tokens[:-1]) if self.processors else []
         self._most, self._tokenizer = most, model.tokenizer
         self._text, self.ready = model.tokenizer.detokenizer, list[MLXResponse]()
         self._failure: Exception | None = None
         self._began = time.perf_counter()
 
-    def _guarded(self, processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
-        """The processors; one that fails ends this answer, not those beside it."""
+    def _guarded(self, processor: LogitsProcessor) -> LogitsProcessor:
+        """A processor that ends this answer if it fails, not those beside it."""
 
-        def guarded(processor: LogitsProcessor) -> LogitsProcessor:
-            def called(tokens: mx.array, logits: mx.array) -> mx.array:
-                try:
-                    return processor(tokens, logits)
-                except Exception as error:  # whatever a user's function raises is this row's
-                    self.fail(error)
-                    return logits
+        def called(tokens: mx.array, logits: mx.array) -> mx.array:
+            try:
+                return processor(tokens, logits)
+            except Exception as error:  # whatever a user's function raises is this row's
+                self.fail(error)
+                return logits
 
-            return called
-
-        return list(map(guarded, processors))
+        return called
 
     def fail(self, error: Exception) -> None:
         """Let :meth:`take` raise an error once what is ready has been taken."""
@@ -128,6 +125,7 @@ class _Group:
     def __init__(self, model: LanguageModel, *, records: bool, inputs: bool, merges: bool) -> None:
         self._model, self.merges, self.rows = model, merges, list[Row]()
         self._ear = Ear(model, inputs=inputs) if records else None
+        self._listening = contextlib.nullcontext if self._ear is None else self._ear.listening
         self._heard, self._merged = 0, False
         self._batch: GenerationBatch | None = None
         self.ahead: set[Row] = set()  # those that have a token which the model has yet to run
@@ -139,7 +137,19 @@ class _Group:
         it is given before that.
         """
         self._hear()  # what the others wrote until now, before the rows change
-        first = _begun(self._model, row, cache, self._ear)
+        with self._listening():  # mlx-lm's batch of one row, which runs the row's first token
+            first = GenerationBatch(
+                self._model.model,
+                [0],
+                mx.array(row.run),
+                list(cache),
+                [row.context],
+                [row.sampler or greedy_sampler],
+                greedy_sampler,
+                [row.processors],
+                [StopSequences()],
+                [NO_LIMIT],
+            )
         if self._ear is not None:
             row.parts.append(self._ear.take(0))
         first_token: Any = first._next_tokens.item()
@@ -157,12 +167,9 @@ class _Group:
     def step(self) -> None:
         """Give every row its next token."""
         assert self._batch is not None
-        if self._ear is None:
+        with self._listening():
             given = self._batch.next()
-        else:
-            with self._ear.listening():
-                given = self._batch.next()
-            self._heard += 1
+        self._heard += 1
         for row, response in zip(self.rows, given, strict=True):
             if row not in self.ahead:
                 row.give(response.token, response.logprobs)
@@ -194,30 +201,10 @@ class _Group:
             mx.eval(keys, values)
 
 
-def _begun(
-    model: LanguageModel, row: Row, cache: Sequence[Any], ear: Ear | None
-) -> GenerationBatch:
-    """mlx-lm's batch of one row, which has run the row's first token."""
-    with contextlib.nullcontext() if ear is None else ear.listening():
-        return GenerationBatch(
-            model.model,
-            [0],
-            mx.array(row.run),
-            list(cache),
-            [row.context],
-            [row.sampler or greedy_sampler],
-            greedy_sampler,
-            [row.processors],
-            [StopSequences()],
-            [NO_LIMIT],
-        )
-
-
 class Batch:
     """The answers that one model writes at present.
 
     Args:
-        model: The model.
         records: Whether to keep what its projections write, for other models.
         inputs: Whether what goes into recurrences is part of it.
         size: The most answers that are written together; :attr:`full` says whether there are.

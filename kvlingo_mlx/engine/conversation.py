@@ -75,7 +75,7 @@ class Request:
     def of(cls, message: str | Sequence[Message] | None, options: Mapping[str, Any]) -> Self:
         """The request in a caller's options, of which those that are None are not given."""
         known, own = given(options), {field.name for field in fields(cls)}
-        choice = choice_of(known, known.get("sampler"), known.get("logits_processors"))
+        choice = choice_of(known)
         asked = {name: value for name, value in known.items() if name in own}
         return cls(message, **asked, choice=choice)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvlingo_mlx.engine.guarding import check_reference
+from kvlingo_mlx.engine.healing import LAYERS
 from kvlingo_mlx.engine.hybrid import native_part
 from kvlingo_mlx.engine.rules import Rules, by_tokenizer
 from kvlingo_mlx.errors import (
@@ -153,15 +154,14 @@ class Directions:
         if config.alignment is not None:
             return 0
         rules = self._rules
-        return native_part(config, rules.native_layers, at_once=rules.at_once).layers
+        return native_part(config, rules.native_layers, at_once=rules.heal == LAYERS).layers
 
     def _check_stored(self, read: bool) -> None:
         """Check now what would otherwise fail at a switch to a stored translator (ValueError).
 
         ``read`` says whether a translator was loaded here.
         """
-        quantize = self._rules.quantize
-        guard = self._rules.guard
+        quantize, guard = self._rules.quantize, self._rules.guard
         if self._rules.native_layers is None and not guard and (quantize is None or read):
             return
         pairs = itertools.permutations(self._models, 2)

@@ -49,7 +49,6 @@ class Exchange(LineSet):
     contents: each keeps its own model's rendering, whose boilerplate that model reads itself.
 
     Attributes:
-        lines: The lines by name.
         several: Whether their models have several tokenizers.
         known: The readings with which a line was last brought up to date, if there are several.
         last: The last switch, or None.
@@ -60,7 +59,6 @@ class Exchange(LineSet):
         waits: Whether a translated chunk is computed within its step, so that the work of others
             has its turn in between; off, all chunks are queued at once.
         paces: How fast each model reads between two answers, by its name.
-        group: The processes that hold some of the models together.
     """
 
     def __init__(
@@ -76,21 +74,16 @@ class Exchange(LineSet):
         self.lines = {name: self._open(name, m, records) for name, m in models.items()}
         self.last: Switch | None = None
         self.active: str | None = None
-        self.directions = Directions(models, translators, rules)
+        self.use(Directions(models, translators, rules))
         self.barred: frozenset[tuple[str, str]] = frozenset()
         self.asleep: frozenset[str] = frozenset()
         self.waits = False
         self.group = group_of(models.values())
         self.paces = {name: Pace(self.group) for name in models}
 
-    @property
-    def directions(self) -> Directions:
-        """The translators; they decide what lines record of recurrent layers."""
-        return self._directions
-
-    @directions.setter
-    def directions(self, directions: Directions) -> None:
-        self._directions = directions
+    def use(self, directions: Directions) -> None:
+        """Use these translators, which decide what lines record of recurrent layers."""
+        self.directions = directions
         for name, line in self.lines.items():
             line.inputs, line.states = directions.read_of(name)
 
@@ -124,10 +117,10 @@ class Exchange(LineSet):
 
         Returns how many tokens are left; nothing is read where none are.
         """
-        line, pace = self.line(name), self.paces[name]
+        line = self.line(name)
         if line.left(answers):
-            most = min(max(1, pace.within(IDLE_S)), self.rules.step_size)
-            pace.read(functools.partial(line.heal, answers=answers), most)
+            read = functools.partial(line.heal, answers=answers)
+            self.paces[name].read(read, IDLE_S, self.rules.step_size)
         return line.left(answers)
 
     # ---- switching ------------------------------------------------------------------------
@@ -329,12 +322,7 @@ class Exchange(LineSet):
         """Translate as much as possible of what each line of a tokenizer lacks of a reading.
 
         Nothing waits for the results. Lines that were put away stay away. Those of other tokenizers
-        get what they lack when they are next asked.
-
-        Args:
-            tokenizer: The tokenizer's fingerprint.
-            reading: The tokens that its lines are to hold.
-            mark: A length to which a line with ring caches may have to return.
+        get what they lack when they are next asked. ``mark`` is as for :meth:`bring`.
         """
         for name, line in self.lines.items():
             if self.key(name) != tokenizer or line.away or name in self.asleep:

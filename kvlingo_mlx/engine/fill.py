@@ -60,7 +60,7 @@ class HealingCache(list[Any]):
             )
         if self.left:
             read = functools.partial(self._line.heal, answers=True)
-            self._pace.read(read, max(1, self._pace.within(seconds)))
+            self._pace.read(read, seconds)
         return self.left
 
 

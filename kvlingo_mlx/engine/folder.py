@@ -20,7 +20,6 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-import numpy as np
 from mlx.utils import tree_flatten
 
 from kvlingo_mlx.engine.exchange import Exchange
@@ -75,8 +74,7 @@ def describe(model: LanguageModel) -> dict[str, Any]:
 
 
 def _bytes(array: mx.array) -> bytes:
-    plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-    return np.array(plain).tobytes()
+    return to_numpy({"": array})[""].tobytes()
 
 
 # ---- writing ----------------------------------------------------------------------------
@@ -230,12 +228,6 @@ class Saved:
         with self._believed():
             return str(self._facts["strategy"])
 
-    @property
-    def models(self) -> dict[str, str]:
-        """For each name, the folder or Hub id from which the model was loaded."""
-        with self._believed():
-            return {name: str(model["name"]) for name, model in self._facts["models"].items()}
-
     def check_models(self, models: Mapping[str, LanguageModel]) -> None:
         """Refuse models that are not the conversation's; further models may join.
 
@@ -243,9 +235,9 @@ class Saved:
             ValueError: A model is missing, or is another than before.
         """
         with self._believed():
-            wanted = dict(self._facts["models"])
+            wanted = {name: (facts["name"], facts) for name, facts in self._facts["models"].items()}
             empty = [name for name, line in self._facts["lines"].items() if "file" not in line]
-        for name, origin in self.models.items():
+        for name, (origin, facts) in wanted.items():
             if name not in models:
                 raise ValueError(
                     f"the conversation in {self.folder} needs a model {name!r} (it was {origin}); "
@@ -255,7 +247,7 @@ class Saved:
                 continue
             found = describe(models[name])
             for field in ("fingerprint", "quantization", "cache_dtype", "weights"):
-                if found[field] != wanted[name].get(field):
+                if found[field] != facts.get(field):
                     raise ValueError(
                         f"the conversation in {self.folder} was held with another model {name!r} "
                         f"({origin}): {field} differs from that of {models[name].name}; give that "

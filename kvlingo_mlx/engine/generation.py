@@ -45,12 +45,6 @@ class GenerateOptions(DecodingOptions, total=False):
     quantized_kv_start: int | None
 
 
-def quantised(known: Mapping[str, Any]) -> dict[str, Any]:
-    """mlx-lm's options for a quantised cache among given ones; none without ``kv_bits``."""
-    bits = known.get("kv_bits")
-    return {name: known[name] for name in DECODE_OPTIONS if bits is not None and name in known}
-
-
 def check_max_tokens(max_tokens: int) -> None:
     """Raise ValueError unless ``max_tokens`` is a positive number or -1."""
     if max_tokens == 0 or max_tokens < -1:
@@ -71,12 +65,13 @@ def stream_generate(
             those of :func:`generate`.
     """
     known = given(options)
-    choice = choice_of(known, known.get("sampler"), known.get("logits_processors"))
+    choice = choice_of(known)
     max_tokens, drafts = known.get("max_tokens", 256), known.get("num_draft_tokens", 2)
     check_max_tokens(max_tokens)
     request = HandoverRequest.of(known)
     heal, doubt = request.heal, request.on_doubt
-    decode_options = quantised(known)
+    # mlx-lm's options for a quantised cache
+    decode_options = {n: known[n] for n in DECODE_OPTIONS if "kv_bits" in known and n in known}
 
     def check(plan: Plan) -> None:
         for model in (plan.target, plan.draft) if decode_options else ():

@@ -55,10 +55,14 @@ class Pace:
         found = FIRST if self._rate is None else int(seconds * self._rate)
         return self.group.firsts(lambda: found)
 
-    def read(self, reader: Reader, most: int) -> tuple[int, float]:
-        """Let a reader read; return how many tokens it read, and in how many seconds."""
+    def read(self, reader: Reader, seconds: float, most: int | None = None) -> tuple[int, float]:
+        """Let a reader read, a token or more, at most ``most``, for about ``seconds``.
+
+        Returns how many tokens it read, and in how many seconds.
+        """
+        wanted = max(1, self.within(seconds))
         started = time.perf_counter()
-        number = reader(most)
+        number = reader(wanted if most is None else min(wanted, most))
         seconds = time.perf_counter() - started
         if number:
             rate = number / seconds
@@ -97,7 +101,7 @@ class Interleaved:
         # mlx-lm has begun to compute the next token. That is decoding, and no part of the chunk.
         mx.synchronize(generation_stream)
         self._earn()
-        number, seconds = self._pace.read(self._reader, self._pace.within(self._earned))
+        number, seconds = self._pace.read(self._reader, self._earned)
         self._earned -= seconds
         self.finished = not number
 

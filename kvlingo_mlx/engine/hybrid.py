@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.reclassed import reclassed
 from kvlingo_mlx.threads import working
 
 AUTO = "auto"
@@ -59,12 +60,9 @@ def native_part(
     """The part that the target is to read itself, with its numbers checked.
 
     Args:
-        config: The translator's config.
         layers: The number of native layers. None takes the tuned number, or 0 if the translator
             was not tuned; ``auto`` refuses a translator that was not tuned.
-        head: The number of first tokens.
-        tail: The number of last tokens.
-        middle: The number of tokens between them.
+        head, tail, middle: Those of :class:`Native`.
         at_once: Whether the target reads its first layers at once where ``layers`` is None: the
             tuned number, else a quarter of all.
 
@@ -105,14 +103,8 @@ def read_layers(
     """Run tokens through a model's first ``layers`` cache layers (default: all), in chunks.
 
     The run ends as soon as the last of these layers has written its keys and values. Its attention,
-    the later layers and the output head are not computed. Each chunk is evaluated.
-
-    Args:
-        model: The model.
-        tokens: The tokens that follow those in the caches.
-        cache: The model's caches, of which those of later layers stay unchanged.
-        step_size: Tokens per chunk.
-        layers: The number of layers.
+    the later layers and the output head are not computed. Each chunk is evaluated. The caches
+    hold what comes before the ``tokens``; those of later layers stay unchanged.
     """
     layers = len(cache) if layers is None else layers
     if not layers:
@@ -135,21 +127,19 @@ class _KnownError(Exception):
 @contextlib.contextmanager
 def _end_at(cache: Any) -> Iterator[None]:
     """End a forward pass as soon as a layer has written all that its cache keeps."""
-    cls = type(cache)
 
-    class Last(cls):  # type: ignore[misc, valid-type]
-        def update_and_fetch(self, keys: mx.array, values: mx.array) -> None:
-            super().update_and_fetch(keys, values)
-            raise _KnownError
-
-        def __setitem__(self, index: int, array: mx.array) -> None:
-            super().__setitem__(index, array)
-            if index + 1 == len(self.cache):
+    def ending(cls: type) -> type:
+        class Last(cls):  # type: ignore[misc, valid-type]
+            def update_and_fetch(self, keys: mx.array, values: mx.array) -> None:
+                super().update_and_fetch(keys, values)
                 raise _KnownError
 
-    cache.__class__ = Last
-    try:
-        with contextlib.suppress(_KnownError):
-            yield
-    finally:
-        cache.__class__ = cls
+            def __setitem__(self, index: int, array: mx.array) -> None:
+                super().__setitem__(index, array)
+                if index + 1 == len(self.cache):
+                    raise _KnownError
+
+        return Last
+
+    with reclassed([cache], ending), contextlib.suppress(_KnownError):
+        yield

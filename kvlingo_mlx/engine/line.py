@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from kvlingo_mlx.backend import mx
 
@@ -83,10 +84,6 @@ class Line:
     def _empty(self) -> list[Any]:
         return make_prompt_cache(self.model.model)
 
-    def reserve(self, length: int) -> None:
-        """Make room for ``length`` tokens, so that growing to it copies nothing."""
-        caches.reserve(self._caches, self.model, length)
-
     @unit
     def hold(
         self, tokens: Sequence[int], states: KVStates | None, cache: list[Any] | None = None
@@ -117,14 +114,12 @@ class Line:
         return self._caches
 
     @unit
-    def copy(self) -> Line:
+    def copy(self) -> Self:
         """An independent copy, which takes no memory until one of the two lines writes."""
-        made = type(self)(self.name, self.model, records=self.records)
+        made = copy.copy(self)
         made._caches = [caches.shared(cache) for cache in self._caches]
-        made.tokens, made.spans = list(self.tokens), list(self.spans)
-        made.native, made._marks, made._away = self.native.copy(), list(self._marks), self._away
-        made.inputs, made.states, made.counted = self.inputs, self.states, self.counted
-        made._settled = self._settled  # its own caches may be ahead, in the middle of an answer
+        made.tokens, made._marks = [*self.tokens], [*self._marks]
+        made.native, made._behind = Recording([*self.native.parts]), None
         return made
 
     def common(self, tokens: Sequence[int]) -> int:
@@ -331,7 +326,7 @@ class Line:
         found = unhealed(self.spans, answers)
         if found is None:
             return 0
-        start, stop = found[0], min(found[1], found[0] + most)
+        start, stop = found.start, min(found.stop, found.start + most)
         healing.reread(self.model, self.cache, self.tokens[start:stop], start)
         self.spans = healed(self.spans, start, stop, self.name)
         return stop - start
@@ -371,7 +366,7 @@ class Line:
         if self._forgets:
             done = 0 if self._behind is None else self._behind.done
             return 0 if exact(self.spans) else len(self) - done
-        return sum(s.stop - s.start for s in self.spans if s.passes or (answers and s.mixed))
+        return sum(span.stop - span.start for span in self.spans if span.unread(answers))
 
     # ---- growing --------------------------------------------------------------------------
 
@@ -444,9 +439,10 @@ class Line:
         written = sum(part.num_tokens for part in parts)
         if self.records and written != len(tokens):
             raise RuntimeError(f"{written} tokens were recorded, not {len(tokens)}")
-        for part in parts:
-            states = replace(part, start=start, kept=self._states() if part is parts[-1] else {})
-            # For others; recurrent states where the line can go back to, or end.
+        for part in parts:  # for others; recurrent states where the line can go back to, or end
+            ends = self.states and part is parts[-1]
+            kept = capture.recurrent_states(self.model, self._caches) if ends else {}
+            states = replace(part, start=start, kept=kept)
             self.native.add(states)
             self.native.thin([length for length, _ in self._marks])
             start, evaluate = states.end, [*evaluate, *states.arrays]
@@ -461,12 +457,6 @@ class Line:
         """Go on with caches in which the model has run ``tokens``, of which it wrote ``parts``."""
         self._caches = cache
         self.wrote(tokens, parts)
-
-    def _states(self) -> dict[int, mx.array]:
-        """The recurrent states at the line's end, for translators that map them."""
-        if not self.states:
-            return {}
-        return capture.recurrent_states(self.model, self._caches)
 
     def _ear(self) -> capture.Ear | None:
         return capture.Ear(self.model, inputs=self.inputs) if self.records else None

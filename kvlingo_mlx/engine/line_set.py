@@ -1,9 +1,8 @@
 """Lines from which an answer is decoded, and the steps that bring one of them up to date."""
 
-import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,6 +89,7 @@ class LineSet(ABC):
         group: The processes that hold some of the models together.
         keeps: Whether the lines go on after the answer.
         way: How a prompt is read, as responses name it.
+        own_phase: The phase as which a line's own reading counts.
         step_size: Tokens per prefill chunk.
         heals: Whether a line reads in the place of its translation while it answers.
         heal_share: The share of its speed that decoding keeps meanwhile.
@@ -154,7 +154,7 @@ class LineSet(ABC):
         if found is not None and found.doubts and self.on_doubt == guarding.REREAD:
             self.gave_up()
             own = unhealed(line.spans, answers=True)
-            kept, steps = min(kept, own[0] if own else 0), [Step(len(tokens))]
+            kept, steps = min(kept, own.start if own else 0), [Step(len(tokens))]
             with working():
                 line.trim(kept)
             yield from self.grow(line, steps, tokens, mark, clock)
@@ -257,11 +257,3 @@ class LineSet(ABC):
     def chosen_together(self, choice: Choice) -> Choice:
         """How tokens are chosen, by the first process where several answer together."""
         return replace(choice, sampler=self.group.firsts_tokens(choice.sampler))
-
-    @contextlib.contextmanager
-    def decoding(self) -> Iterator[None]:
-        """A context for mlx-lm's loop, which begins a step ahead."""
-        try:
-            yield
-        finally:
-            self.group.settle()

@@ -26,11 +26,10 @@ def answer_message(
     calls: Sequence[ToolCall] = (),
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Message:
-    """The message that a model wrote as ``text``.
+    """The message that a model wrote as the whole ``text``, marks included.
 
     Args:
         tokenizer: The model's; it knows the marks of reasoning and calls.
-        text: The whole text, marks included.
         opened: Whether the prompt opened a reasoning trace.
         calls: Its first calls, as they were given out.
         tools: The tools that the prompt announced.

@@ -62,9 +62,7 @@ def offered(
     """The offers of a line for a target's rendering from position ``begun`` on.
 
     Args:
-        source: The line.
         reading: How its models have read the conversation; it may be shorter than the target's.
-        target: The wanted rendering.
         begun: The number of tokens that the target has already.
         runs: The source's positions that can be given, in order and apart.
     """

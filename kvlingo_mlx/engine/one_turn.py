@@ -18,7 +18,7 @@ from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.guarding import Guarded, Watch
 from kvlingo_mlx.engine.healing import HEAL_SHARE
-from kvlingo_mlx.engine.line import Given, Line, Source, Steps
+from kvlingo_mlx.engine.line import Given, Line, Source
 from kvlingo_mlx.engine.line_set import LineSet, Look, Step, Switch
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.engine.responses import GenerationResponse, Heard
@@ -41,9 +41,7 @@ class OneTurn(LineSet):
 
     Args:
         plan: How the prompt is read.
-        heals: Whether the target reads the prompt behind its translation while it answers.
-        share: The share of its speed that decoding keeps meanwhile.
-        on_doubt: What is done if a guard doubts the translation.
+        heals, share, on_doubt: As in :class:`~.line_set.LineSet`.
         source: What the target's line takes over from, if it exists already.
         clock: Times the phases.
 
@@ -66,6 +64,7 @@ class OneTurn(LineSet):
         self.plan, self.clock = plan, clock or Clock(plan.loaded_at)
         self.group, self.step_size = plan.group, plan.step_size
         self.heals, self.heal_share, self.on_doubt = heals, share, on_doubt
+        self.way, self.own_phase = plan.way, "prefill" if plan.way == "native" else "native"
         self.lines = {TARGET: Line(TARGET, plan.target, records=False)}
         self.source = source_of(plan, self.clock) if source is None else source
         shared = plan.draft is plan.source and plan.aligned is None and self.source is not None
@@ -79,16 +78,6 @@ class OneTurn(LineSet):
         """The target's line."""
         return self.lines[TARGET]
 
-    @property
-    def way(self) -> str:  # type: ignore[override]
-        """``accelerator``, ``native`` or ``folded``."""
-        return self.plan.way
-
-    @property
-    def own_phase(self) -> str:  # type: ignore[override]
-        """The phase as which the target's own reading counts."""
-        return "prefill" if self.plan.way == "native" else "native"
-
     def translator(self, source: Source, line: Line) -> Translator:
         assert self.plan.translator is not None
         return self.plan.translator
@@ -98,6 +87,7 @@ class OneTurn(LineSet):
 
     def gave_up(self) -> None:
         self.plan = self.plan.alone()
+        self.way, self.own_phase = "native", "prefill"
 
     def source_reads(self, look: Look, tokens: Sequence[int], clock: Clock) -> None:
         """Let the source read on, since nobody keeps its line."""
@@ -132,7 +122,8 @@ class OneTurn(LineSet):
                 validate_cache(line.cache, plan.target, plan.aligned.num_entries)
             elif plan.way == "native" or self.source is not None:
                 # What is read amid others stands behind them before it takes its places.
-                line.reserve(len(plan.prefix) + min(plan.native.middle, plan.step_size))
+                room = len(plan.prefix) + min(plan.native.middle, plan.step_size)
+                caches.reserve(line.cache, plan.target, room)
                 _, _, found = yield from self.carried_out(
                     line, self.steps(watch), 0, plan.prefix, self.clock, look=look
                 )
@@ -217,7 +208,7 @@ class OneTurn(LineSet):
         progress = AnswerInProgress.to_text(self, TARGET, plan.tokens, plan.header)
         turn = Turn(self, progress, max_tokens, decoding, self.clock.started)
         heard = Heard(plan.target, lambda: plan.target.tokenizer.decode(plan.tokens), plan.chat)
-        steps = turn.answer_by([Part(TARGET)], None, _nothing)
+        steps = turn.answer_by([Part(TARGET)], None, lambda text: (None for _ in ()))
         with wired(plan.target.model):
             for response in tokens_alone(steps, heard):
                 response.received = self.clock.received
@@ -254,11 +245,6 @@ def _sent(plan: Plan, clock: Clock) -> stream.Spans:
         yield from stream.spans(
             source, Order(source.digest, secrets.token_hex(8), *asked), received
         )
-
-
-def _nothing(text: str) -> Steps:
-    """Nobody goes on after the answer."""
-    yield from ()
 
 
 def bring(

@@ -8,7 +8,7 @@ are appended, and existing entries stay as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from kvlingo_mlx.backend import mx
 
@@ -36,9 +36,8 @@ class PositionedLine(Line):
     def _empty(self) -> list[Any]:
         return positioned(super()._empty())
 
-    def copy(self) -> PositionedLine:
+    def copy(self) -> Self:
         made = super().copy()
-        assert isinstance(made, PositionedLine)
         made._entries = list(self._entries)
         return made
 
@@ -89,8 +88,7 @@ class PositionedLine(Line):
             alignment: Which source tokens, all of them recorded, stand for which target tokens;
                 its target positions begin where this line ends.
             source: The line of the model that wrote them.
-            translator: The translator of this direction.
-            step_size: Tokens per chunk.
+            translator: From that model to this one.
         """
         first, last = alignment.source
         positions = mx.array(alignment.assigned)
@@ -114,13 +112,7 @@ class PositionedLine(Line):
         return super().facts() | {"entries": self.entries}
 
     def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
-        """Become the line of an equal model, as a :class:`Line` does.
-
-        A line of stock caches has one entry per token.
-
-        Raises:
-            ValueError, KeyError, TypeError: They do not fit together, or do not fit this model.
-        """
+        """As of a :class:`Line`; one of stock caches has one entry per token."""
         super().restore(facts, arrays)
         self._caches = positioned(self._caches)
         self._entries = list(facts.get("entries", range(len(self) + 1)))

@@ -132,15 +132,12 @@ class Reading:
         """This reading with more of the answer, written by a model of another tokenizer.
 
         Args:
-            said: The answer so far, which begins with :attr:`said`.
-            gap: The white space that the template puts between an answer's header and the answer.
+            said: The answer so far, which begins with :attr:`said` and is longer.
+            gap: The white space that the template puts between an answer's header and the answer;
+                none where the answer has begun.
         """
-        if said == self.said:
-            return self
-        first = self.answer is None
         answer = len(self.text) + len(gap) if self.answer is None else self.answer
-        text = (gap if first else "") + said[len(self.said) :]
-        return replace(self._with(text, TOLD), answer=answer, said=said)
+        return replace(self._with(gap + said[len(self.said) :], TOLD), answer=answer, said=said)
 
     def _with(self, text: str, kind: str) -> Reading:
         tokens, ends = _spelled(self.tokenizer, self.text, text)

@@ -39,29 +39,31 @@ class Recording:
         self._keep(position, self.parts[-1].end if self.parts else position)
 
     def _keep(self, start: int, stop: int) -> None:
-        kept = [p for p in self.parts if p.start < stop and p.end > start]
+        kept = self._within(start, stop)
         self.parts = [_alone(p, max(start, p.start), min(stop, p.end)) for p in kept]
 
+    def _within(self, start: int, stop: int) -> list[KVStates]:
+        return [p for p in self.parts if p.start < stop and p.end > start]
+
     def reach(self, start: int, most: int, *, kept: bool = False) -> int:
-        """The end of the unbroken states from ``start`` on, all of one capture point.
+        """The end of the unbroken states from ``start`` on.
 
         It is at most ``most``; with ``kept``, a position where the recurrent states are known, or
         ``start``.
         """
-        points, found = set[str](), start
+        found = start
         for part in self.parts:
-            if not kept and _empty(part):
-                continue  # what went into recurrences was not recorded
-            if part.start <= start < part.end and points <= {part.capture}:
+            if not kept and not all(array.shape[-1] for array in part.keys):
+                continue  # what went into recurrences was not recorded, since states are mapped
+            if part.start <= start < part.end:
                 start = part.end
-                points.add(part.capture)
                 if start <= most and part.kept:
                     found = start
         return found if kept else min(start, most)
 
     def one_point(self, start: int, stop: int) -> int:
         """The end, at most ``stop``, of the states from ``start`` on of one capture point."""
-        parts = [p for p in self.parts if p.start < stop and p.end > start]
+        parts = self._within(start, stop)
         others = (p.start for p in parts if p.capture != parts[0].capture)
         return min([stop, *others])
 
@@ -72,23 +74,19 @@ class Recording:
 
     def read(self, start: int, stop: int) -> KVStates:
         """The states from ``start`` to ``stop``, which is at most :meth:`reach` of ``start``."""
-        parts = [
-            p.part(max(start, p.start), min(stop, p.end))
-            for p in self.parts
-            if p.start < stop and p.end > start
-        ]
-        return joined(parts)
-
-    def copy(self) -> Recording:
-        """An independent copy that shares the arrays."""
-        return Recording(list(self.parts))
+        parts = self._within(start, stop)
+        return joined([p.part(max(start, p.start), min(stop, p.end)) for p in parts])
 
     def arrays(self) -> dict[str, mx.array]:
         """All arrays by name: part, side, layer."""
         return {
             f"native{index}.{side}.{layer}": array
             for index, part in enumerate(self.parts)
-            for side, arrays in _sides(part).items()
+            for side, arrays in (
+                ("keys", dict(enumerate(part.keys))),
+                ("values", dict(enumerate(part.values))),
+                ("states", part.kept or {}),
+            )
             for layer, array in arrays.items()
         }
 
@@ -119,17 +117,6 @@ class Recording:
     def nbytes(self) -> int:
         """The bytes of all arrays."""
         return sum(array.nbytes for part in self.parts for array in part.arrays)
-
-
-def _empty(states: KVStates) -> list[int]:
-    """The layers of which nothing was recorded, since their states are mapped."""
-    return [layer for layer, array in enumerate(states.keys) if not array.shape[-1]]
-
-
-def _sides(states: KVStates) -> dict[str, dict[int, mx.array]]:
-    """A part's arrays by what they are and by layer."""
-    sides = {side: dict(enumerate(states.side(side))) for side in ("keys", "values")}
-    return {**sides, "states": dict(states.kept or {})}
 
 
 def _alone(states: KVStates, start: int, stop: int) -> KVStates:

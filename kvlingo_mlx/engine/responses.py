@@ -1,8 +1,8 @@
 """An answer's responses: mlx-lm's, with the tokens and times of a hand-over."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -13,7 +13,6 @@ from kvlingo_mlx.caches.validation import first_bad
 from kvlingo_mlx.embedded import EXAMPLE, is_embedded
 from kvlingo_mlx.embedded.dialogues import states_a_fact
 from kvlingo_mlx.engine.calls import ToolCall
-from kvlingo_mlx.engine.clock import PHASES
 from kvlingo_mlx.engine.guarding import Guarded
 from kvlingo_mlx.engine.sampling import LogitsProcessor
 from kvlingo_mlx.errors import KVLingoError
@@ -21,7 +20,6 @@ from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.remote.stream import Received
 from kvlingo_mlx.threads import working
-from kvlingo_mlx.translators.base import Translator
 
 
 @dataclass
@@ -129,10 +127,8 @@ class Heard:
         advice = f"give {off}" if thinks else "ask in other words"
         where = "by itself"
         if self.last.stop_text:
-            where, advice = (
-                f"at the stop text {self.last.stop_text!r}",
-                "give another stop (--stop)",
-            )
+            where = f"at the stop text {self.last.stop_text!r}"
+            advice = "give another stop (--stop)"
         after = " after its reasoning" if self.thought else ""
         return f"ended its answer{after} {where} (finish reason {ended}) without a word; {advice}"
 
@@ -195,36 +191,7 @@ def with_prefix(
     if not processors or not prefix:
         return processors
     head = mx.array(list(prefix))
-
-    def whole(processor: LogitsProcessor) -> LogitsProcessor:
-        return lambda tokens, logits: processor(mx.concatenate([head, tokens]), logits)
-
-    return list(map(whole, processors))
-
-
-def timed(
-    response: MLXResponse,
-    counts: Mapping[str, int],
-    ttft_s: float,
-    seconds: Mapping[str, float],
-    strategy: str = "switch",
-    used: Sequence[Translator] = (),
-) -> GenerationResponse:
-    """mlx-lm's response, with the whole prompt counted and a hand-over's times by phase.
-
-    ``counts`` are the response's fields that say where the prompt's tokens come from; ``used`` are
-    the translators that it went through.
-    """
-    values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
-    values |= {**counts}
-    read, translated = counts["read_tokens"], counts["translated_tokens"]
-    values["prompt_tokens"] = counts.get("cached_tokens", 0) + translated + read
-    values["prompt_tps"] = (translated - counts.get("ahead_tokens", 0) + read) / ttft_s
-    values |= {f"{name}_s": seconds.get(name, 0.0) for name in PHASES}
-    if used:
-        values["translator"] = ", ".join(str(t.path or "made in this process") for t in used)
-        values["translator_digest"] = ", ".join(t.digest for t in used)
-    return GenerationResponse(**values, ttft_s=ttft_s, strategy=strategy)
+    return [lambda ids, logits, p=p: p(mx.concatenate([head, ids]), logits) for p in processors]
 
 
 def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:

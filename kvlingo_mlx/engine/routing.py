@@ -101,16 +101,13 @@ def _entries(
 def _holds(rule: dict[str, Any], message: str, answers: int) -> bool:
     """Whether a rule applies to a new message after this number of answers."""
     fewest, most = rule.get("min_characters", 0), rule.get("max_characters", math.inf)
+    # Of a long message patterns are looked for in its ends, as some take quadratic time.
+    ends = (message,) if len(message) <= 2 * END else (message[:END], message[-END:])
     return (
         fewest <= len(message) <= most
         and answers >= rule.get("after_turn", 0)
-        and any(map(rule["pattern"].search, _searched(message)))
+        and any(map(rule["pattern"].search, ends))
     )
-
-
-def _searched(message: str) -> tuple[str, ...]:
-    """Where a pattern is looked for; of a long message its ends, as some take quadratic time."""
-    return (message,) if len(message) <= 2 * END else (message[:END], message[-END:])
 
 
 def _function(text: str) -> Route:

@@ -42,11 +42,6 @@ class Rules:
         """Whether a model may read behind its translation while it answers."""
         return self.heal is not None or (self.guard > 0 and self.on_doubt == HEAL)
 
-    @property
-    def at_once(self) -> bool:
-        """Whether a model reads its first layers at a switch, however many they are."""
-        return self.heal == LAYERS
-
     def check(self, models: Mapping[str, LanguageModel]) -> None:
         """Raise ValueError for rules that are invalid, in general or for these models."""
         if self.heal == LAYERS and self.native_layers == 0:
@@ -76,11 +71,8 @@ class Rules:
 
 def by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:
     """The models, grouped by tokenizer."""
-    listed = list(models)
-    if len(listed) < 2:
-        return [listed]
     found: dict[str, list[LanguageModel]] = {}
-    for model in listed:
+    for model in models:
         found.setdefault(model.tokenizer_fingerprint, []).append(model)
     return list(found.values())
 

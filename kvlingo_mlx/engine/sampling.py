@@ -54,11 +54,6 @@ class Choice:
     seed: int | None = None  # the seed of the random numbers, or None
     stop: tuple[str, ...] = ()  # the stop texts, none of them empty
 
-    def begin(self) -> None:
-        """Seed the random numbers if a seed is given; called right before the first token."""
-        if self.seed is not None:
-            mx.random.seed(self.seed)
-
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
     """The ``options`` that are not None."""
@@ -75,22 +70,17 @@ def sampler_of(options: Mapping[str, Any]) -> Sampler | None:
     )
 
 
-def choice_of(
-    options: Mapping[str, Any],
-    sampler: Sampler | None,
-    logits_processors: list[LogitsProcessor] | None,
-) -> Choice:
-    """How tokens are chosen, from the :class:`AnswerOptions` that are given.
+def choice_of(options: Mapping[str, Any]) -> Choice:
+    """How tokens are chosen, from the :class:`DecodingOptions` that are given.
 
     Raises:
         ValueError: A value is out of range, or an option would have no effect.
     """
     check(SamplingOptions, options)
-    penalty = options.get("repetition_penalty")
-    sampler = sampler_of(options) if sampler is None else sampler
-    processors = list(logits_processors or ())
+    penalty, processors = options.get("repetition_penalty"), [*options.get("logits_processors", ())]
     if penalty not in (None, 0, 1):  # the last two are off
         processors += make_logits_processors(repetition_penalty=penalty)
     stop = options.get("stop") or ()
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    sampler = options["sampler"] if "sampler" in options else sampler_of(options)
     return Choice(sampler, processors or None, options.get("seed"), texts)

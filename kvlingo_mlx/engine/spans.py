@@ -1,5 +1,6 @@
 """Which model wrote which positions of a cache line: spans in order and without gaps."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,13 @@ class Span:
     passes: int = 0
     # Whether the line's own model ran them after translated entries, to which it attended
     mixed: bool = False
+
+    def unread(self, answers: bool) -> bool:
+        """Whether the line's own model has yet to read it.
+
+        ``answers`` counts what it ran itself after translated entries.
+        """
+        return bool(self.passes) or (answers and self.mixed)
 
 
 def grown(
@@ -54,19 +62,13 @@ def exact(spans: Sequence[Span]) -> bool:
     return not any(span.passes or span.mixed for span in spans)
 
 
-def unhealed(spans: Sequence[Span], answers: bool) -> tuple[int, int] | None:
-    """The first stretch that a line's own model has yet to read, or None.
-
-    ``answers`` counts what it ran itself after translated entries.
-    """
-    found: tuple[int, int] | None = None
-    for span in spans:
-        if not (span.passes or (answers and span.mixed)):
-            if found:
-                break
-        else:
-            found = (found[0] if found else span.start, span.stop)
-    return found
+def unhealed(spans: Sequence[Span], answers: bool) -> range | None:
+    """The first stretch of neighbours that are :meth:`Span.unread`, or None."""
+    for unread, found in itertools.groupby(spans, lambda span: span.unread(answers)):
+        if unread:
+            stretch = list(found)
+            return range(stretch[0].start, stretch[-1].stop)
+    return None
 
 
 def healed(spans: Sequence[Span], start: int, stop: int, name: str) -> list[Span]:

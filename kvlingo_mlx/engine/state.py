@@ -128,7 +128,7 @@ class State:
         with self._use.claimed():
             for line in self.lines.values():
                 line.clear()
-            self._use.close()
+            self._use.closed = True
 
     def __enter__(self) -> Self:
         self._use.check()
@@ -200,11 +200,7 @@ class State:
             return left
 
     def check_healing(self) -> None:
-        """Refuse models that cannot be healed, as :meth:`heal` does.
-
-        Raises:
-            UnsupportedModelError: As for :meth:`heal`.
-        """
+        """Refuse (UnsupportedModelError) models that cannot be healed, as :meth:`heal` does."""
         check_all_can_heal(self.exchange.models)
 
     @checked

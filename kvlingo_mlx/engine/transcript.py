@@ -329,11 +329,8 @@ class Transcript:
             later = state
         written = [
             {
+                **vars(each),
                 "place": place,
-                "message": each.message,
-                "text": each.text,
-                "opened": each.opened,
-                "begun": each.begun,
                 "segments": {key: number(segment) for key, segment in each.segments.items()},
             }
             for place, each in self.written.items()
@@ -359,8 +356,9 @@ class Transcript:
         written = {}
         for each in data["written"]:
             own = {key: segments[n] for key, n in each["segments"].items()}
-            found = Written(each["message"], each["text"], each["opened"], each["begun"], own)
-            written[str(each["place"])] = found
+            written[str(each["place"])] = Written(
+                each["message"], each["text"], each["opened"], each["begun"], own
+            )
         states: list[Self] = []
         for fact in data["states"]:
             later = states[-1] if states else cls()

@@ -3,10 +3,10 @@
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
@@ -19,13 +19,7 @@ from kvlingo_mlx.engine.batches import Batch, Row
 from kvlingo_mlx.engine.clock import PHASES
 from kvlingo_mlx.engine.line import Line, Listening, Steps
 from kvlingo_mlx.engine.line_set import LineSet, Switch
-from kvlingo_mlx.engine.responses import (
-    GenerationResponse,
-    Heard,
-    check_numbers,
-    timed,
-    with_prefix,
-)
+from kvlingo_mlx.engine.responses import GenerationResponse, Heard, check_numbers, with_prefix
 from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.engine.use import Use
 from kvlingo_mlx.threads import finished, stepping, wired, working
@@ -93,24 +87,21 @@ class Turn:
         """The number of tokens of the prompt and the answer so far, by a model's tokenizer."""
         return len(self.progress.reading(name).tokens)
 
-    def read(self, name: str) -> Steps:
-        """Let a model's line hold the whole prompt except its last token."""
-        _, switch = yield from self._begin(name)
-        self._seconds["prefill"] += switch.seconds
-
     def answer_by(
         self, parts: Sequence[Part], reader: str | None, finish: Callable[[str], Steps]
     ) -> Generator[GenerationResponse | None, None, str]:
         """Let models write the parts of the answer in turn; return the name of the last that wrote.
 
-        A step without a token yields None. ``reader`` reads the prompt before they begin.
+        A step without a token yields None. ``reader`` reads the prompt, but for its last token,
+        before they begin.
         ``finish`` is taken with the answer's text, also if the caller closes the generator, but
         not after an error.
         """
         latest = parts[-1].name
         try:
             if reader not in (None, parts[0].name):
-                yield from self.read(reader)
+                _, switch = yield from self._begin(reader)
+                self._seconds["prefill"] += switch.seconds
             for part in parts:
                 if not self.ended and self.room(part.name) > 0:
                     latest = part.name
@@ -220,7 +211,12 @@ class Turn:
         """Decode with mlx-lm's loop, each step in ``listening``; ``run`` gets the tokens."""
         responses = self._responses(line, tokens, most, cache)
         healing = self._exchange.healing(line)
-        with wired(line.model.model), self._exchange.decoding(), stepping(responses) as step:
+        with (
+            wired(line.model.model),
+            contextlib.ExitStack() as behind,  # mlx-lm's loop begins a step ahead
+            stepping(responses) as step,
+        ):
+            behind.callback(self._exchange.group.settle)
             while True:
                 healing.began()
                 with working(), listening():
@@ -291,8 +287,8 @@ class Turn:
         if self._decoding.draft is not None:
             options["draft_model"] = self._decoding.draft.model.model
             options["num_draft_tokens"] = self._decoding.num_draft_tokens
-        if not self.answer:
-            choice.begin()
+        if not self.answer and choice.seed is not None:
+            mx.random.seed(choice.seed)
         return mlx_stream_generate(
             line.model.model,
             line.model.tokenizer,
@@ -311,18 +307,29 @@ class Turn:
     def _booked(
         self, response: MLXResponse, switch: Switch, used: Sequence[Translator]
     ) -> GenerationResponse:
-        """Book a token; return its response with this turn's times and counts."""
+        """Book a token; return its response with this turn's times and counts.
+
+        ``used`` are the translators that the prompt went through.
+        """
         if not self.answer:
             self._ttft = time.perf_counter() - self._started
         self.answer.append(int(response.token))
         self.text += response.text
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
-        counts = {"cached_tokens": switch.kept, "translated_tokens": switch.translated}
-        counts |= {"read_tokens": switch.read + 1, "ahead_tokens": switch.ahead}
-        counts |= {"native_layers": switch.native_layers}
-        way = self._exchange.way
-        booked = timed(response, counts, self._ttft, self._seconds, way, used)
-        return replace(booked, generation_tokens=len(self.answer), guarded=switch.guarded)
+        values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
+        work = switch.translated + switch.read + 1
+        values["prompt_tokens"], values["generation_tokens"] = switch.kept + work, len(self.answer)
+        values["prompt_tps"] = (work - switch.ahead) / self._ttft
+        values |= {f"{phase}_s": seconds for phase, seconds in self._seconds.items()}
+        if used:
+            values["translator"] = ", ".join(str(t.path or "made in this process") for t in used)
+            values["translator_digest"] = ", ".join(t.digest for t in used)
+        return GenerationResponse(
+            **values, ttft_s=self._ttft, strategy=self._exchange.way, guarded=switch.guarded,
+            cached_tokens=switch.kept, translated_tokens=switch.translated,
+            ahead_tokens=switch.ahead, read_tokens=switch.read + 1,
+            native_layers=switch.native_layers,
+        )  # fmt: skip
 
 
 def tokens_alone(

@@ -16,11 +16,13 @@ class Use:
 
     Attributes:
         over: Whether the process is ending; abandoned answers then need not be finished.
+        closed: Whether all callers are refused.
     """
 
     over = False
 
     def __init__(self) -> None:
+        self.closed = False
         self._now: dict[str, object] = {}
 
     def check(self) -> None:
@@ -51,15 +53,6 @@ class Use:
         finally:
             if self._now.get("user") is user:
                 del self._now["user"]
-
-    def close(self) -> None:
-        """Refuse all callers from now on."""
-        self._now["closed"] = True
-
-    @property
-    def closed(self) -> bool:
-        """Whether all callers are refused."""
-        return "closed" in self._now
 
 
 Steps = Callable[Concatenate[Any, P], Generator[Y, None, None]]

@@ -75,8 +75,7 @@ class Gemma4(Family):
     def key_dim(self, attention: nn.Module) -> int:
         return attention.head_dim
 
-    def value_dim(self, attention: nn.Module) -> int:
-        return attention.head_dim
+    value_dim = key_dim
 
 
 class Hunyuan(Family):
@@ -143,19 +142,15 @@ class Phi3(Family):
 
     def states(self, attention: nn.Module, outputs: Sequence[mx.array]) -> Sides:
         """The keys and values, which are the last two parts."""
-        _, keys, values = self._parts(attention, outputs[0])
+        queries = attention.n_heads * attention.head_dim
+        edges = [queries, queries + attention.n_kv_heads * attention.head_dim]
+        _, keys, values = mx.split(outputs[0], edges, axis=-1)
         return keys, values
 
     def key_dim(self, attention: nn.Module) -> int:
         return attention.head_dim
 
-    def value_dim(self, attention: nn.Module) -> int:
-        return attention.head_dim
-
-    def _parts(self, attention: nn.Module, fused: mx.array) -> list[mx.array]:
-        queries = attention.n_heads * attention.head_dim
-        edges = [queries, queries + attention.n_kv_heads * attention.head_dim]
-        return list(mx.split(fused, edges, axis=-1))
+    value_dim = key_dim
 
 
 GEMMA3 = Gemma3("gemma3_text", period="sliding_window_pattern")

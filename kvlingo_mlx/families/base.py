@@ -214,7 +214,6 @@ class Family:
         """What a recurrent layer keeps after a span, from what it kept before.
 
         Args:
-            module: The layer.
             kept: What it keeps so far.
             keys: (B, T, width) the span's inputs of its convolution.
             values: (B, T, width) its inputs of its gates.

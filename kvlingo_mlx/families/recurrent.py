@@ -71,24 +71,17 @@ class Recurrent(Family, ABC):
         """
         found = list(map(self.recurrence, self.attentions(model)))
         least = min((each.kernel for each in found if each is not None), default=2)
-        wrong = ""
-        if all(each is not None for each in found):
-            wrong = (
-                "no layer of attention, so nothing of a text can be looked up in its cache: such "
-                "models are not supported"
-            )
-        elif not any(found):
-            wrong = (
-                "layers of attention alone, and mlx-lm runs none without a recurrent layer; "
-                "correct the kinds of layers in its config.json"
-            )
-        elif least < 2:
-            wrong = (
-                f"convolutions with a kernel of {least}, and mlx-lm runs none below 2; correct it "
-                "in its config.json"
-            )
-        if wrong:
-            raise UnsupportedModelError(f"this {self.model_type} has {wrong}")
+        reasons = {
+            "no layer of attention, so nothing of a text can be looked up in its cache: such "
+            "models are not supported": all(each is not None for each in found),
+            "layers of attention alone, and mlx-lm runs none without a recurrent layer; "
+            "correct the kinds of layers in its config.json": not any(found),
+            f"convolutions with a kernel of {least}, and mlx-lm runs none below 2; correct it "
+            "in its config.json": least < 2,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UnsupportedModelError(f"this {self.model_type} has {reason}")
         return super().geometry(model, config)
 
     def attentions(self, model: nn.Module) -> list[nn.Module]:
@@ -219,8 +212,7 @@ class InterleavedProjection(GatedDelta):
         """The rotation and the period; what a config may leave out, as transformers takes it."""
         return {**DEFAULTS, **super().settings(text)}
 
-    def overrides(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return Recurrent.overrides(self, config)
+    overrides = Recurrent.overrides
 
     def projections(self, module: nn.Module) -> tuple[nn.Module, ...]:
         return module.in_proj_qkvz, module.in_proj_ba
@@ -303,8 +295,7 @@ class NemotronH(Mamba2):
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
         return {"norm_topk_prob": True}  # as transformers takes it
 
-    def overrides(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return Recurrent.overrides(self, config)
+    overrides = Recurrent.overrides
 
     def mixer(self, block: nn.Module) -> nn.Module | None:
         return block.mixer if block.block_type in "M*" else None

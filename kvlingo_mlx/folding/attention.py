@@ -24,7 +24,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx.format.maps import Read
-from kvlingo_mlx.translators.base import LinearMap
+from kvlingo_mlx.translators.base import Translator
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,9 @@ class FoldedPrefix:
         return self._packed_product(weights, transpose=False)
 
     def _packed_product(self, rows: mx.array, *, transpose: bool) -> mx.array:
-        words, scales, biases = self.arrays
-        group_size, bits = self.packing or (0, 0)
-        return mx.quantized_matmul(
-            rows.astype(scales.dtype),
-            words,
-            scales,
-            biases,
-            transpose=transpose,
-            group_size=group_size,
-            bits=bits,
-        )
+        (_, scales, _), (group_size, bits) = self.arrays, self.packing or (0, 0)
+        how: Any = {"transpose": transpose, "group_size": group_size, "bits": bits}
+        return mx.quantized_matmul(rows.astype(scales.dtype), *self.arrays, **how)
 
 
 @dataclass(frozen=True)
@@ -154,19 +146,17 @@ class Side:
 
     @classmethod
     def of(
-        cls, linear: LinearMap, read: Callable[[Read], FoldedPrefix], *, heads_apart: bool
+        cls, translator: Translator, side: str, layer: int, read: Callable[[Read], FoldedPrefix]
     ) -> Self:
-        """Make a side from a translator's map; ``read`` returns a source layer's part of the side.
-
-        ``heads_apart`` splits each part by head, as the columns of a head-mixing map are.
-        """
+        """Make a side of a target layer; ``read`` returns a source layer's part of it."""
+        cuts, matrices, bias = translator.linear_map(side, layer)
         parts = []
-        for reads in linear.reads:
+        for reads in cuts:
             found = [read(r) for r in reads]
-            if heads_apart:
+            if translator.config.head_mixing:  # as its columns are
                 found = [p.head(i) for p in found for i in range(p.arrays[0].shape[1])]
             parts.append(tuple(found))
-        return cls(linear.matrices, tuple(parts), linear.bias)
+        return cls(matrices, tuple(parts), bias)
 
     def last(self, tokens: int) -> Side:
         """This side with the prefix's last ``tokens`` only."""
@@ -214,10 +204,8 @@ def attend(
 
     Args:
         queries: (B, Hq, L, d), normed and rotated.
-        fold: The prefix.
         keys: The new tokens' own keys, (B, H, S, d).
         values: The new tokens' own values, (B, H, S, d).
-        scale: The factor of the scores.
         mask: The positions that each query sees, (L, P + S), or None for all.
 
     Returns:

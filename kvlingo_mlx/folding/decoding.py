@@ -157,15 +157,7 @@ def folded_hand_over(
             message says why), or is for another pair.
         MissingTranslatorError: None was given and none is stored.
     """
-    rows = _rows(tokens)
-    request = FoldedRequest(
-        translator=translator,
-        prefill_step_size=prefill_step_size,
-        native_layers=native_layers,
-        allow_mismatch=allow_mismatch,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-    )
+    request, rows = FoldedRequest.of(locals()), _rows(tokens)
     plan = _prepare(prefill_model, decode_model, rows[0], request)
     for row in rows[1:]:
         check_tokens((plan.source, plan.target), row)
@@ -202,7 +194,7 @@ def folded_stream_generate(
     The arguments are those of :func:`folded_generate`.
     """
     known = given(options)
-    choice = choice_of(known, known.get("sampler"), known.get("logits_processors"))
+    choice = choice_of(known)
     max_tokens = known.get("max_tokens", 256)
     check_max_tokens(max_tokens)
     request = FoldedRequest.of(known)

@@ -94,8 +94,6 @@ def fold_caches(
     Args:
         source_cache: Stock mlx-lm caches that ``source`` has filled from position 0 on, with any
             number of batch rows; one row serves any number of rows of the target's tokens.
-        source: The model that filled the caches.
-        target: The model that will decode.
         translator: From ``source`` to ``target``, linear and of post-RoPE keys.
 
     Returns:
@@ -120,16 +118,11 @@ def fold_caches(
         parts |= {(s, index): FoldedPrefix(a, packing) for s, a in zip(SIDES, sides, strict=True)}
     mx.eval([part.arrays for part in parts.values()])
     length = ends.pop()
+    windows = [geometry.window for geometry in target.geometry.layers]
+    made = zip(caches.empty(target, STEP), windows, strict=True)
     return [
-        FoldedCache(
-            _fold(translator, parts, layer, geometry.window, length),
-            length,
-            suffix,
-            geometry.window,
-        )
-        for layer, (suffix, geometry) in enumerate(
-            zip(caches.empty(target, STEP), target.geometry.layers, strict=True)
-        )
+        FoldedCache(_fold(translator, parts, layer, window, length), length, suffix, window)
+        for layer, (suffix, window) in enumerate(made)
     ]
 
 
@@ -142,11 +135,6 @@ def _fold(
     rows = QueryRows.of(head_map, config.source.layers[0].kv_heads)
     tokens = min(length, window or length)
     keys, values = (
-        Side.of(
-            translator.linear_map(side, layer),
-            lambda read: parts[read].last(tokens),
-            heads_apart=config.head_mixing,
-        )
-        for side in SIDES
+        Side.of(translator, side, layer, lambda read: parts[read].last(tokens)) for side in SIDES
     )
     return Fold(keys, values, rows)

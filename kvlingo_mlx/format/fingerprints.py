@@ -109,9 +109,7 @@ def files_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def norms_fingerprint(
-    held: Mapping[str, np.ndarray], folder: Path | None, dtype: DType | None = None
-) -> str:
+def norms_fingerprint(held: Mapping[str, np.ndarray], folder: Path | None) -> str:
     """Sha256 over the weights of a model's norms, in the order of their names, in float32.
 
     It is of what the files store. 4-bit conversion leaves these weights as they are, so a quantised
@@ -121,13 +119,11 @@ def norms_fingerprint(
         held: Each norm's weight in float32, by its module's name in the runtime, which may have
             rounded it to 16 bits.
         folder: The model's folder, whose files say what was rounded; None: there is none.
-        dtype: To what each weight is rounded first, as 0.1.0 did after training with PyTorch.
     """
     files = {} if folder is None else _stored(folder)
     digest = hashlib.sha256()
     for name in sorted(held):
-        norm = _unrounded(name, held[name].reshape(-1), files)
-        digest.update((norm if dtype is None else rounded(norm, dtype)).tobytes())
+        digest.update(_unrounded(name, held[name].reshape(-1), files).tobytes())
     return digest.hexdigest()
 
 

@@ -34,22 +34,12 @@ def _difference(spec: ModelSpec, model: LanguageModel, allow_mismatch: bool) -> 
         return "RoPE, norm epsilon or embedding rows differ (geometry fingerprint)"
     if expected["tokenizer"] not in (None, model.tokenizer_fingerprint):
         return "the vocabulary differs (tokenizer fingerprint)"
-    if not allow_mismatch and _other_norms(spec, model) and _rounding(spec, model) is None:
+    if not allow_mismatch and expected["norms"] not in (None, model.norms_fingerprint):
         return (
             "the weights are those of another checkpoint (norms fingerprint); "
             "allow_mismatch (--allow-mismatch) uses it all the same"
         )
     return None
-
-
-def _other_norms(spec: ModelSpec, model: LanguageModel) -> bool:
-    return spec.fingerprint["norms"] not in (None, model.norms_fingerprint)
-
-
-def _rounding(spec: ModelSpec, model: LanguageModel) -> str | None:
-    """The dtype to which 0.1.0 rounded a model's norms for a spec's fingerprint, or None."""
-    known = isinstance(model, LanguageModel) and model.address is None
-    return model.rounded_norms.get(str(spec.fingerprint["norms"])) if known else None
 
 
 def check_pair(
@@ -94,18 +84,12 @@ def check_end(
 
     Raises:
         IncompatibleTranslatorError: The message names the field that differs.
-
-    Warns:
-        KVLingoWarning: The model's norms are known by their fingerprint after rounding.
     """
     spec = config.source if role == "source" else config.target
     if (text := _difference(spec, model, allow_mismatch)) is not None:
         raise IncompatibleTranslatorError(
             f"{config.title} does not fit the {role} model {model.name}: {text}"
         )
-    if _other_norms(spec, model) and (dtype := _rounding(spec, model)):
-        known = f"{config.title} knows the {role} {model.name} by its norms rounded to {dtype}"
-        tell(known, f"{known}, as 0.1.0 wrote it after training with PyTorch; it is used as it is")
     if config.capture not in model.family.points:
         raise IncompatibleTranslatorError(
             f"{config.title} is for {config.capture} keys, which the {role} model {model.name} "

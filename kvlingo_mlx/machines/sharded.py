@@ -132,15 +132,10 @@ def group_of(models: Iterable[Any]) -> Group:
     return next((group for group in groups if group.several), ALONE)
 
 
-def versions() -> str:
-    """What computes here."""
-    others = (f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm"))
-    return ", ".join([f"kvlingo-mlx {__version__}", *others])
-
-
 def facts_of(models: Mapping[str, LanguageModel]) -> dict[str, str]:
     """Versions, and models by their roles."""
-    facts = {"version": versions()}
+    others = (f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm"))
+    facts = {"version": ", ".join([f"kvlingo-mlx {__version__}", *others])}
     for role, model in models.items():
         facts[f"model for {role}"] = model.full.weights_fingerprint
         facts[f"way to share {role}"] = "heads" if model.group.several else "none"

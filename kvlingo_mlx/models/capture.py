@@ -1,14 +1,13 @@
 """Taps: record what a model's projections write during an ordinary mlx-lm prefill.
 
-A tap replaces the class of a projection instance by a subclass that records its output. Parameters,
+A tap gives a projection a subclass of its own class, whose calls are recorded. Parameters,
 quantisation and isinstance checks stay the same, and the class is restored on exit. Recording is
 bit-exact on every family tried.
 """
 
 import contextlib
 import itertools
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.models.keys import Rotation, advance, normalise_values
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.reclassed import reclassed
+from kvlingo_mlx.models.reclassed import hearing, is_changed
 from kvlingo_mlx.models.states import KVStates, flat, joined, stacked
 from kvlingo_mlx.threads import working
 
@@ -38,15 +37,12 @@ class Recorder:
         Raises:
             RuntimeError: This thread already taps one of the modules; captures cannot overlap.
         """
-        runs = iter(self._runs)
-
-        def tapped(cls: type[nn.Module]) -> type[nn.Module]:
-            if cls.__qualname__.startswith("_tapped"):
+        runs = {id(each): run for each, run in zip(self.modules, self._runs, strict=True)}
+        with working():
+            if any(map(is_changed, self.modules)):
                 raise RuntimeError("this model is being captured already: one capture at a time")
-            return _tapped(cls, next(runs).append)
-
-        with working(), reclassed(self.modules, tapped):
-            yield
+            with hearing(self.modules, lambda module, output: runs[id(module)].append(output)):
+                yield
 
     def take(self) -> list[mx.array]:
         """One output per module, of all its runs since the last call; they are then dropped."""
@@ -61,20 +57,6 @@ class Recorder:
         for runs in self._runs:
             runs.clear()
         return outputs
-
-
-def _tapped(cls: type[nn.Module], record: Callable[[mx.array], None]) -> type[nn.Module]:
-    listener = threading.get_ident()
-
-    class Tapped(cls):  # type: ignore[misc, valid-type]
-        def __call__(self, x: mx.array) -> mx.array:
-            output = super().__call__(x)
-            if threading.get_ident() == listener:  # another thread may run plain mlx-lm on it
-                record(output)
-            return output
-
-    Tapped.__name__ = cls.__name__
-    return Tapped
 
 
 class Ear:

@@ -12,7 +12,7 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.families.base import text_model
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.reclassed import Call, calling
+from kvlingo_mlx.models.reclassed import calling, hearing
 
 
 def decoder_of(model: LanguageModel) -> Any:
@@ -32,15 +32,7 @@ def hidden_states(model: LanguageModel, tokens: Sequence[int], cache: Sequence[A
 def recorded(model: LanguageModel) -> Iterator[list[mx.array]]:
     """A list of the final hidden states (1, T, width) of each run inside this context, lazily."""
     found: list[mx.array] = []
-
-    def kept(call: Call) -> Call:
-        def run(*args: Any, **kwargs: Any) -> mx.array:
-            found.append(call(*args, **kwargs))
-            return found[-1]
-
-        return run
-
-    with calling([decoder_of(model)], kept):
+    with hearing([decoder_of(model)], lambda decoder, output: found.append(output)):
         yield found
 
 

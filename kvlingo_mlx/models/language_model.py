@@ -178,24 +178,12 @@ class LanguageModel:
     @unit
     def norms_fingerprint(self) -> str:
         """Sha256 of the stored weights of all norms, which quantisation does not change."""
-        return fingerprints.norms_fingerprint(self._norms(), self.path)
-
-    @cached_property
-    @unit
-    def rounded_norms(self) -> dict[str, str]:
-        """The 16-bit dtypes by the norms' fingerprints after rounding, which 0.1.0 wrote."""
-        norms = self._norms()
-        return {
-            fingerprints.norms_fingerprint(norms, self.path, dtype): dtype
-            for dtype in fingerprints.NARROW
-        }
-
-    def _norms(self) -> dict[str, np.ndarray]:
-        return {
+        norms = {
             name: np.array(module.weight.astype(mx.float32))
             for name, module in self.model.named_modules()
             if type(module).__name__.endswith(NORMS) and "weight" in module
         }
+        return fingerprints.norms_fingerprint(norms, self.path)
 
     def spec(self) -> ModelSpec:
         """The description of this model that a translator's config contains."""

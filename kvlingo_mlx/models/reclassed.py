@@ -21,6 +21,11 @@ def reclassed(objects: Iterable[Any], derive: Callable[[type], type]) -> Iterato
             each.__class__ = cls
 
 
+def is_changed(module: Any) -> bool:
+    """Whether a module's call is another one now, by :func:`calling`."""
+    return type(module).__qualname__.startswith(f"{calling.__name__}.")
+
+
 @contextlib.contextmanager
 def calling(modules: Iterable[Any], change: Callable[[Call], Call]) -> Iterator[None]:
     """Put ``change(call)`` in the place of each module's call, in this thread.
@@ -45,3 +50,19 @@ def calling(modules: Iterable[Any], change: Callable[[Call], Call]) -> Iterator[
             yield
     finally:
         changes.clear()  # a class lives until Python next collects cycles, and its arrays with it
+
+
+@contextlib.contextmanager
+def hearing(modules: Iterable[Any], hear: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Let ``hear`` be told of each module's calls, in this thread: the module and its output."""
+
+    def heard(call: Any) -> Call:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = call(*args, **kwargs)
+            hear(call.__self__, output)
+            return output
+
+        return run
+
+    with calling(modules, heard):
+        yield

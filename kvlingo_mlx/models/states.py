@@ -118,16 +118,6 @@ class TranslatedStates:
     capture: str
     kept: Mapping[int, mx.array] = field(default_factory=dict)
 
-    @property
-    def start(self) -> int:
-        """The position of the first token in the span."""
-        return min(group.start for group in self.keys)
-
-    @property
-    def end(self) -> int:
-        """The position after the last token."""
-        return self.keys[0].start + self.keys[0].states.shape[-2]
-
     def states(self, num_layers: int, dtype: mx.Dtype = mx.float32) -> KVStates:
         """The same states per layer, as a model of ``num_layers`` cache layers writes them."""
         sides, none = [], mx.zeros((1, 0, 0))

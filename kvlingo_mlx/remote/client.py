@@ -13,6 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 try:  # huggingface-hub brings one of them along: from its version 2 on httpx2
@@ -51,12 +52,9 @@ CUT = (httpx.TransportError, OSError)
 
 
 class Client:
-    """A server, asked by one thread at a time.
+    """A server, asked by one thread at a time, with the ``key`` that it asks for.
 
-    Args:
-        address: Where it listens.
-        key: The key that it asks for.
-        patience: Seconds without a byte after which it is given up.
+    It is given up after ``patience`` seconds without a byte.
     """
 
     def __init__(self, address: Address, key: str | None = None, patience: float = 10.0) -> None:
@@ -72,7 +70,7 @@ class Client:
 
     def begin(self, order: Order) -> str:
         """Ask for a job; the same order leads to the same one. Returns its name."""
-        found = self._json("POST", "takes no orders", order.to_json())
+        found = self._json("POST", "takes no orders", asdict(order))
         if not isinstance(found, dict) or found.get("id") != order.id:
             raise self.odd("names another job than the one that was asked for")
         return order.id
@@ -180,12 +178,11 @@ class Client:
             GoneError, RemoteModelError, OSError: What a status of 400 or more stands for.
         """
         if self._open is None:
-            host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
             headers = {"Accept-Encoding": "identity"}
             headers |= {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
             wait = patience or self.patience
             self._open = httpx.Client(
-                base_url=f"http{'s' * self.address.secure}://{host}:{self.address.port}",
+                base_url=f"http{'s' * self.address.secure}://{self.address}",
                 headers=headers,
                 trust_env=False,
                 timeout=httpx.Timeout(wait, read=min(wait, READ_S)),

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvlingo_mlx.format.geometry import LayerGeometry, digest_of
 from kvlingo_mlx.format.maps import maps_of, state_maps_of
@@ -94,17 +94,12 @@ class Order:
 
     def told(self, span: range) -> dict[str, str]:
         """What a chunk's metadata say."""
-        whole = {"start": span.start, "stop": span.stop, "capture": self.capture}
-        return {name: str(value) for name, value in whole.items()}
+        return {"start": str(span.start), "stop": str(span.stop), "capture": self.capture}
 
     def nbytes(self, layers: Sequence[LayerGeometry], dtype: DType) -> int:
         """The bytes of the tensors of all chunks."""
         shapes = (s for span in self.spans for s in self.shapes(span, layers).values())
         return STORAGE[dtype]().itemsize * sum(map(math.prod, shapes))
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON object that is sent."""
-        return asdict(self)
 
     def check(self) -> None:
         """Refuse (ValueError) a stranger's order that makes no sense of any model."""
@@ -132,7 +127,6 @@ def wanted_states(
     of them are sent from there, since every chunk must say where it begins.
 
     Args:
-        config: The translator's config.
         layers: The number of the target's first layers, which it reads itself.
         firsts: The first position that each of the target's layers will hold.
         start: The first position that is translated.

@@ -5,6 +5,7 @@ array. Whatever it cannot repair, it hands on as an error.
 """
 
 import contextlib
+import math
 import queue
 import threading
 from collections.abc import Generator, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 
 from kvlingo_mlx.errors import RemoteModelError
 from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.tensor_file import DType
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.remote import chunk
@@ -55,35 +57,36 @@ def spans(model: RemoteModel, order: Order, received: Received) -> Spans:
             wrong. Nothing of a chunk that is wrong is ever handed on.
     """
     with contextlib.closing(Transfer(model.client, order, model.geometry.layers)) as transfer:
-        yield from transfer.arrived(received)
-
-
-class Transfer:
-    """An order that is being carried out, by a thread of its own."""
-
-    def __init__(self, client: Client, order: Order, layers: Sequence[LayerGeometry]) -> None:
-        self._order, self._layers = order, layers
-        self._client = Client(client.address, client.key, client.patience)
-        self._arrived: queue.Queue[Arrived | Exception] = queue.Queue(AHEAD)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def arrived(self, received: Received) -> Spans:
-        """The chunks, each as soon as it is there."""
-        for _ in self._order.spans:
-            found = self._arrived.get()
+        for _ in order.spans:
+            found = transfer.arrived.get()
             if isinstance(found, Exception):
                 raise found
-            received.bytes = self._client.received
+            received.bytes = transfer.client.received
             with working():
-                states = self._states(*found)
+                states = transfer.states(*found)
             del found
             yield states
             del states
 
+
+class Transfer:
+    """An order that is being carried out, by a thread of its own.
+
+    Attributes:
+        client: How the other machine is asked.
+        arrived: The chunks, each as soon as it is there, or the error that ends them.
+    """
+
+    def __init__(self, client: Client, order: Order, layers: Sequence[LayerGeometry]) -> None:
+        self._order, self._layers = order, layers
+        self.client = Client(client.address, client.key, client.patience)
+        self.arrived: queue.Queue[Arrived | Exception] = queue.Queue(AHEAD)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
     def close(self) -> None:
         """End the transfer, wherever it is."""
-        self._client.stopped.set()
+        self.client.stopped.set()
         self._thread.join(JOIN_S)
 
     def _run(self) -> None:
@@ -92,7 +95,7 @@ class Transfer:
             while True:
                 position = order.start
                 try:
-                    job = self._client.begin(order)
+                    job = self.client.begin(order)
                     for number, span in enumerate(order.spans):
                         if not self._put((span, *self._chunk(job, order, number))):
                             return
@@ -101,50 +104,44 @@ class Transfer:
                 except GoneError as error:  # the server was started again, or was idle for too long
                     lost += 1
                     if lost > DAMAGED:
-                        raise self._client.odd(f"loses what it reads ({error})") from None
+                        raise self.client.odd(f"loses what it reads ({error})") from None
                     order = self._order.rest(position)
         except Exception as error:  # raised where the chunks are waited for
             self._put(error)
         finally:
-            self._client.end(order.id)  # even if nobody has heard that it began
+            self.client.end(order.id)  # even if nobody has heard that it began
 
     def _chunk(self, job: str, order: Order, number: int) -> tuple[dict[str, np.ndarray], DType]:
         """A chunk that is right: its digest, its position, and each tensor's name and shape."""
         span = order.spans[number]
         shapes = order.shapes(span, self._layers)
-        blob = self._client.chunk(job, number, chunk.most_bytes(shapes))
+        blob = self.client.chunk(job, number, chunk.most_bytes(shapes))
         try:
             return chunk.unpacked(blob, shapes, order.told(span))
         except ValueError as error:
             raise RemoteModelError(
-                f"chunk {number} from {self._client.address} is not what was asked for: {error}"
+                f"chunk {number} from {self.client.address} is not what was asked for: {error}"
             ) from None
 
     def _put(self, found: Arrived | Exception) -> bool:
         """Hand something on; whether anybody still waits for it."""
-        while not self._client.stopped.is_set():
+        while not self.client.stopped.is_set():
             with contextlib.suppress(queue.Full):
-                self._arrived.put(found, timeout=0.1)
+                self.arrived.put(found, timeout=0.1)
                 return True
         return False
 
-    def _states(self, span: range, found: dict[str, np.ndarray], dtype: DType) -> KVStates:
+    def states(self, span: range, found: dict[str, np.ndarray], dtype: DType) -> KVStates:
         """States of all layers; NaN stands for what no map reads, and is never made."""
         arrays = {name: loaded(array, dtype) for name, array in found.items()}
-        keys: list[mx.array] = []
-        values: list[mx.array] = []
-        for index, layer in enumerate(self._layers):
-            names = (f"keys.{index}", f"values.{index}")
-            held = [arrays[name].shape[0] for name in names if name in arrays]
-            for name, side, width in zip(
-                names, (keys, values), (layer.key_width, layer.value_width), strict=True
-            ):
-                array = arrays.get(name)
-                if array is None:
-                    rows = held[0] if held else len(span)
-                    array = mx.broadcast_to(mx.array(float("nan")), (rows, width))
-                side.append(array[None])
-        both = tuple(keys), tuple(values)
+
+        def one(side: str, index: int, layer: LayerGeometry) -> mx.array:
+            held = [arrays[n] for n in (f"{each}.{index}" for each in SIDES) if n in arrays]
+            shape = len(held[0]) if held else len(span), layer.width(side)
+            unread = mx.broadcast_to(mx.array(math.nan), shape)
+            return arrays.get(f"{side}.{index}", unread)[None]
+
+        both = (tuple(one(side, *each) for each in enumerate(self._layers)) for side in SIDES)
         named = {split(name): array for name, array in arrays.items()}
         kept = {layer: array[None] for (side, layer), array in named.items() if side == KEPT}
         return KVStates(*both, self._order.capture, span.start, kept)

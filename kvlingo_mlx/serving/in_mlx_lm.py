@@ -186,7 +186,7 @@ class TranslatingPromptCache(LRUPromptCache):
             return
         line, kind = self.healing
         read = functools.partial(line.heal, answers=True)
-        self._pace.read(read, max(1, self._pace.within(IDLE_S)))
+        self._pace.read(read, IDLE_S)
         held = SignedCache(line.cache, line.spans)
         super().insert_cache(self._provider.model_key, line.tokens, held, **kind)
         if exact(line.spans):

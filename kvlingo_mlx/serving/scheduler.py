@@ -76,7 +76,7 @@ class Scheduler:
         self._heals, self._healed = settings.heal is not None, 0
         if self._heals:
             self._blank.check_healing()
-        self._blank.exchange.directions = self.policy.directions
+        self._blank.exchange.use(self.policy.directions)
         self._route: Route | None = None
         if settings.routes is not None:
             self._route = load_route(settings.routes, list(models))
@@ -278,7 +278,7 @@ class Scheduler:
         tokenizer = self.pool[job.name].model.tokenizer_fingerprint
         alike = {n: m for n, m in self.pool.models.items() if m.tokenizer_fingerprint == tokenizer}
         conversation = Conversation(alike, **conversing(len(alike), self._settings))
-        conversation.exchange.directions = self.policy.directions
+        conversation.exchange.use(self.policy.directions)
         return conversation
 
     def _completed(

@@ -290,7 +290,7 @@ class SessionStore:
             log.warning("a conversation on disk is lost (%s); it will be read anew", error)
             self._drop(session)
             return False
-        session.conversation.exchange.directions = directions
+        session.conversation.exchange.use(directions)
         session.messages = [dict(message) for message in session.conversation.messages]
         return True
 

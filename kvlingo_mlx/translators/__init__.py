@@ -24,8 +24,6 @@ def build(
     """Make the translator that ``config`` and ``weights`` describe.
 
     Args:
-        config: The translator's config.
-        weights: The translator's tensors, as the format stores them.
         batched: Split the products as for a GPU (True) or a CPU (False); None: as for this machine.
         quantize: The bits of the matrices, 8 or 4, in groups of 64; None: as stored.
 

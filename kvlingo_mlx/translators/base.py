@@ -26,21 +26,6 @@ from kvlingo_mlx.translators.state_maps import StateMapped
 
 
 @dataclass(frozen=True)
-class LinearMap:
-    """The map to one side of one target layer, as matrices, for use on other inputs than states.
-
-    Attributes:
-        reads: For each of ``matrices``, the sides and source layers that its columns read.
-        matrices: (H, rows, in) each; the map is the sum of their products.
-        bias: (H, rows) in float32, or None.
-    """
-
-    reads: tuple[tuple[Read, ...], ...]
-    matrices: tuple[mx.array, ...]
-    bias: mx.array | None
-
-
-@dataclass(frozen=True)
 class Translator:
     """Maps a source's keys and values to a target's, token by token (paper: equation (3.1)).
 
@@ -65,8 +50,15 @@ class Translator:
         facts = f"{self.config.form}, {self.num_parameters:,} parameters in {self.dtype}"
         return f"<Translator, {self.config.title.removeprefix('the ')}: {facts}>"
 
-    def linear_map(self, side: str, layer: int) -> LinearMap:
+    def linear_map(
+        self, side: str, layer: int
+    ) -> tuple[tuple[tuple[Read, ...], ...], tuple[mx.array, ...], mx.array | None]:
         """The map to one side of a target layer, as matrices that share this translator's memory.
+
+        Returns:
+            For each matrix the sides and source layers that its columns read; the matrices,
+            (H, rows, in) each, of which the map is the sum of products; and the bias (H, rows) in
+            float32, or None.
 
         Raises:
             IncompatibleTranslatorError: The translator is not linear.
@@ -80,8 +72,7 @@ class Translator:
         index = group.layers.index(layer)
         bias = group.vector("bias")[index, 0, :, 0] if "bias" in group.tensors else None
         reads = tuple(cut[index] for cut in group.cuts)
-        matrices = tuple(part[index, 0] for part in group.floats_of("weight"))
-        return LinearMap(reads, matrices, bias)
+        return reads, tuple(part[index, 0] for part in group.floats_of("weight")), bias
 
     def __call__(self, states: KVStates, first: Sequence[int] | None = None) -> TranslatedStates:
         """Translate a span whose keys are at ``config.capture``; nothing is evaluated.

@@ -143,13 +143,13 @@ class ProductGroup:
         """The product for inputs (G, B, 1 or H, T, in), or with an axis of blocks before T."""
         result: mx.array | None = None
         for array, part in zip(inputs, self.tensors[name], strict=True):
-            if isinstance(part, Quantised) and part.is_slow(array):
-                part = part.unpacked()
-            if isinstance(part, Quantised):
-                product = part.of_rows(rows).product(array)
+            matrix = part[..., rows, :]
+            if isinstance(matrix, Quantised) and matrix.is_slow(array):
+                matrix = matrix.unpacked()
+            if isinstance(matrix, Quantised):
+                product = matrix.product(array)
                 result = product if result is None else result + product
                 continue
-            matrix = part[..., rows, :]
             heads = matrix.shape[2] if self.wide and array.shape[2] == 1 else 1
             if heads > 1:
                 matrix = mx.flatten(matrix, 2, 3)[:, :, None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from kvlingo_mlx.backend import mx, on_gpu
 
@@ -72,7 +72,6 @@ class Quantised:
         """Quantise (G, 1, H, rows, in) in its own dtype, at once, so that the floats can be freed.
 
         Args:
-            matrices: The matrices to quantise.
             bits: 8 or 4.
             stack_heads: Whether all heads read the same input.
             wide: Whether scales and biases are kept in float32, as weights are on a CPU.
@@ -84,17 +83,10 @@ class Quantised:
         mx.eval(words, scales, biases)
         return cls(words, scales, biases, bits, heads)
 
-    def __getitem__(self, layers: slice) -> Quantised:
-        """The matrices of a slice of the layers."""
-        words, scales, biases = self.words[layers], self.scales[layers], self.biases[layers]
+    def __getitem__(self, place: Any) -> Quantised:
+        """Some of the layers; or of each matrix's rows, where all heads are one."""
+        words, scales, biases = self.words[place], self.scales[place], self.biases[place]
         return Quantised(words, scales, biases, self.bits, self.heads)
-
-    def of_rows(self, rows: slice) -> Quantised:
-        """Some rows of each matrix, where all heads are one."""
-        if rows == slice(None):
-            return self
-        both = self.scales[..., rows, :], self.biases[..., rows, :]
-        return Quantised(self.words[..., rows, :], *both, self.bits, self.heads)
 
     def product(self, inputs: mx.array) -> mx.array:
         """Multiply (G, B, 1 or H, T, in) by the matrices: (G, B, H, T, rows).

@@ -19,7 +19,6 @@ def mapped(m: StateMap, kept: Mapping[int, mx.array], left: mx.array, right: mx.
     """The target layer's state (B, heads, value dim, key dim) in float32, lazily.
 
     Args:
-        m: The map.
         kept: The source's states by layer, of the same axes.
         left: (heads, target value dim, layers x source value dim).
         right: (heads, layers x source key dim, target key dim).

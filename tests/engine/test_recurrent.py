@@ -270,6 +270,7 @@ def test_what_would_go_back_is_refused_before_anything_is_read(
 ) -> None:
     model, reads = models["delta"], list[int]()
     own = native(model, TOKENS[:9], 9)
+    assert model.cache_dtype  # which is found by a run, once
     cls = type(model.model)
     call = cls.__call__
 

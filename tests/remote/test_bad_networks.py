@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -450,7 +451,7 @@ def test_orders_that_make_no_sense(ends: tuple[Any, Any, Any], server: Offered) 
     from kvlingo_mlx.remote.order import Order
 
     digest = digest_of(model.facts_of(ends[0]))
-    good = Order(digest, "s", (1, 2, 3), 2, "pre_norm", {"keys.0": 0}).to_json()
+    good = asdict(Order(digest, "s", (1, 2, 3), 2, "pre_norm", {"keys.0": 0}))
     for changed in (
         {"more": 1}, {"tokens": [1, "2"]}, {"tokens": []}, {"tokens": [10**9] * 3},
         {"tokens": [1] * 600}, {"tokens": [True, 1, 1]}, {"step_size": 0}, {"wanted": {}},

@@ -106,7 +106,8 @@ class NaiveConversation:
         elif name != self._holder:
             self._cache = make_prompt_cache(self.models[name].model)
         else:
-            trim_prompt_cache(self._cache, caches.length(self._cache) - shared)
+            counting = (each for each in self._cache if not caches.is_recurrent(each))
+            trim_prompt_cache(self._cache, next(counting).offset - shared)
         self._holder, self._states = name, states if shared else None
         model = self.models[name]
         for span in capture.prefill(model, tokens, cache=self._cache, begun=shared):

@@ -240,7 +240,7 @@ def _sample(models: Setup, way: str, cell: Cell) -> None:
     model = models.narrowed if way == "narrowed" else models.full
     cached = models.full if way == "full" else models.narrowed
     cache = random_cache(cached, cell.context, cell.batch)
-    cell.cache[way] = caches.nbytes(cache)
+    cell.cache[way] = sum(layer.nbytes for layer in cache)
     if way == "folded":
         cache = fold_caches(cache, models.narrowed, models.full, models.translator)
     mx.clear_cache()

@@ -46,7 +46,7 @@ class ActiveRequest:
     tell: Tell  # sends an event to the client
     name: str  # of the model that answers
     arrived: float = field(default_factory=time.perf_counter)
-    steps: Steps | None = None  # the work
+    steps: Steps = field(init=False)  # the work
     row: Row | None = None  # the answer's place in a batch; None before it joins and after
     usage: Usage = field(default_factory=Usage)  # what is known so far
     content: str = ""  # the answer's text for the user so far
@@ -70,20 +70,6 @@ class ActiveRequest:
         thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
         content = self.ask.begun + self.content
         return {"role": "assistant", "content": content, "tool_calls": self.calls, **thought}
-
-    @property
-    def ready(self) -> bool:
-        """Whether its batch has given it what it has not yet taken."""
-        return self.row is not None and bool(self.row.ready)
-
-    def sit(self, row: Row | None) -> None:
-        """Note its place in a batch."""
-        self.row = row
-
-    def end(self) -> None:
-        """End the work, if it has not ended; what was read and written of it is kept."""
-        if self.steps is not None:
-            self.steps.close()
 
     def waits(self, done: int, length: Callable[[], int] | None = None) -> None:
         """Tell, now and then, how far the prompt has been read; ``length`` counts its tokens."""

@@ -6,7 +6,7 @@ An API's own form of requests and answers is in :mod:`.wire`; nothing here knows
 import dataclasses
 import datetime
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,18 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.engine_thread import EngineThread
-from kvlingo_mlx.serving.guard import Gate, Refused, error_handlers, read_json
+from kvlingo_mlx.serving.guard import RETRY_S, Gate, error_handlers, read_json
 from kvlingo_mlx.serving.messages import Failure, GenerationRequest, ModelInfo
 from kvlingo_mlx.serving.metrics import HttpExchange, Metrics, Tally
-from kvlingo_mlx.serving.replies import FALLBACK, LEFT_OUT, RETRY_S, STRATEGY, Reply, retry_headers
-from kvlingo_mlx.serving.settings import AUTO, Settings
-from kvlingo_mlx.serving.wire import BadRequest, openai_error
+from kvlingo_mlx.serving.replies import FALLBACK, LEFT_OUT, STRATEGY, Reply
+from kvlingo_mlx.serving.settings import Settings
+from kvlingo_mlx.serving.wire import Refused, anthropic, chat, responses
 from kvlingo_mlx.serving.wire.requests import Api
 from kvlingo_mlx.version import __version__
 
+APIS = (chat.API, chat.COMPLETIONS, anthropic.API, responses.API, anthropic.COUNT)
+BY_PATH = {path: api for api in APIS for path in api.paths}
 DEFAULT = "default_model"  # what mlx-lm's server calls the first model, and takes none given for
 BEGAN = datetime.datetime.now(datetime.UTC)
 PAGE = Path(__file__).parent / "page"
@@ -44,16 +45,9 @@ PAGE_HEADERS = {
 }
 
 
-def apis() -> tuple[Api, ...]:
-    """All APIs of this package."""
-    from kvlingo_mlx.serving.wire import anthropic, chat, responses
-
-    return chat.API, chat.COMPLETIONS, anthropic.API, responses.API, anthropic.COUNT
-
-
-def build(settings: Settings, engine: EngineThread, spoken: Sequence[Api]) -> ASGIApp:
+def build(settings: Settings, engine: EngineThread) -> ASGIApp:
     """The application, over an engine that somebody else starts and stops."""
-    endpoints = _Endpoints(settings, engine, spoken)
+    endpoints = _Endpoints(settings, engine)
     routes = endpoints.routes()
     paths = frozenset(route.path for route in routes)
     middleware = [Middleware(Tally, metrics=endpoints.metrics, paths=paths)]
@@ -65,19 +59,16 @@ def build(settings: Settings, engine: EngineThread, spoken: Sequence[Api]) -> AS
                 allow_headers=("*",), expose_headers=exposed,
             )  # type: ignore[arg-type] # starlette's own stubs do not match its classes
         )  # fmt: skip
-    middleware.append(Middleware(Gate, settings=settings, refuse=endpoints.refusal))
-    asked = ", ".join(api.paths[0] for api in spoken)
-    handlers = error_handlers(endpoints.refusal, f"POST to {asked}; GET /v1/models")
+    forms = {path: api.error for path, api in BY_PATH.items()}
+    middleware.append(Middleware(Gate, settings=settings, forms=forms))
+    asked = ", ".join(api.paths[0] for api in APIS)
+    handlers = error_handlers(forms, f"POST to {asked}; GET /v1/models")
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
 class _Endpoints:
-    """The endpoints."""
-
-    def __init__(self, settings: Settings, engine: EngineThread, spoken: Sequence[Api]) -> None:
+    def __init__(self, settings: Settings, engine: EngineThread) -> None:
         self.settings, self.engine, self.metrics = settings, engine, Metrics(engine)
-        self._spoken = spoken
-        self._forms = {path: api for api in spoken for path in api.paths}
 
     def routes(self) -> list[Route]:
         """Which path leads where; a name of a model may have slashes."""
@@ -86,7 +77,7 @@ class _Endpoints:
             return Route(path, endpoint, methods=["POST"])
 
         return [
-            *(post(p, functools.partial(self.answer, api)) for p, api in self._forms.items()),
+            *(post(p, functools.partial(self.answer, api)) for p, api in BY_PATH.items()),
             *(Route(path, self.models) for path in ("/v1/models", "/models")),
             post("/v1/models/{name:path}/load", functools.partial(self.hold, "load")),
             post("/v1/models/{name:path}/unload", functools.partial(self.hold, "unload")),
@@ -99,40 +90,28 @@ class _Endpoints:
         ]
 
     async def answer(self, api: Api, request: Request) -> ASGIApp:
-        """An answer, as a stream or whole."""
-        body = await read_json(request, self.settings)
-        try:
-            incoming = api.read(body)
-        except BadRequest as bad:
-            raise Refused(Failure("invalid", bad.message, bad.param)) from None
-        ask = self._admitted(incoming.ask, request.scope["kvlingo"])
-        incoming = dataclasses.replace(incoming, ask=ask)
-        return Reply(self.engine, api, incoming, self.settings.keep_alive)
+        answer = api.read(await read_json(request, self.settings))
+        answer.ask = self._admitted(answer.ask, request.scope["kvlingo"])
+        return Reply(self.engine, api, answer, self.settings.keep_alive)
 
     def _admitted(self, ask: GenerationRequest, exchanged: HttpExchange) -> GenerationRequest:
         """Refuse a request for which there is no model, no engine or no room."""
-        names = self._names()
+        names = self.settings.names
         if ask.model == DEFAULT and DEFAULT not in names:
             ask = dataclasses.replace(ask, model=names[0])
         _check_name(ask.model, names)
         exchanged.model = ask.model
         if why := self.engine.unready():
-            raise Refused(why, retry_headers(why))
+            raise Refused(why)
         if (waiting := self.engine.waiting) >= self.settings.queue_limit:
             message = f"{waiting} requests wait already, as many as may; try again later"
-            raise Refused(Failure("busy", message), {"retry-after": RETRY_S})
+            raise Refused(Failure("busy", message))
         return ask
-
-    def _names(self) -> tuple[str, ...]:
-        status = self.engine.status
-        if status is None:
-            return self.settings.names
-        return (*(m.name for m in status.models), *([AUTO] if status.routes else []))
 
     def _infos(self) -> dict[str, ModelInfo | None]:
         status = self.engine.status
         known = {} if status is None else {m.name: m for m in status.models}
-        return {name: known.get(name) for name in self._names()}
+        return {name: known.get(name) for name in self.settings.names}
 
     async def models(self, request: Request) -> Response:
         """All models, in a form that the clients of both APIs read."""
@@ -145,25 +124,22 @@ class _Endpoints:
         if not (name := request.path_params["name"].rstrip("/")):
             return await self.models(request)
         infos = self._infos()
-        _check_name(name, tuple(infos))
+        _check_name(name, infos)
         return JSONResponse(_model(name, infos[name]))
 
     async def hold(self, verb: str, request: Request) -> Response:
         """Load or unload a model's weights; it goes on when the client leaves."""
         name = request.path_params["name"]
-        _check_name(name, tuple(n for n in self._names() if n != AUTO))
+        _check_name(name, self.settings.models)
         request.scope["kvlingo"].model = name
-        if why := self.engine.unready():
-            raise Refused(why, retry_headers(why))
         event = await self.engine.request(verb, name).last()
         if isinstance(event, Failure):
-            raise Refused(event, retry_headers(event))
+            raise Refused(event)
         info = self._infos().get(name)  # a status may still be on its way
         info = info and dataclasses.replace(info, loaded=verb == "load")
         return JSONResponse(_model(name, info))
 
     async def live(self, request: Request) -> Response:
-        """That HTTP answers."""
         return JSONResponse({"status": "ok"})
 
     async def health(self, request: Request) -> Response:
@@ -174,7 +150,6 @@ class _Endpoints:
         return JSONResponse({"status": "ok"})
 
     async def numbers(self, request: Request) -> Response:
-        """What Prometheus collects."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def status(self, request: Request) -> Response:
@@ -190,20 +165,13 @@ class _Endpoints:
         return JSONResponse(told)
 
     async def page(self, request: Request) -> Response:
-        """A file of the chat page."""
         return FileResponse(PAGE / PAGE_FILES[request.url.path], headers=PAGE_HEADERS)
 
-    def refusal(self, path: str, refused: Refused) -> Response:
-        """A refusal in the form of the API that the path belongs to."""
-        api = self._forms.get(path)
-        status, body = openai_error(refused.failed) if api is None else api.error(refused.failed)
-        return JSONResponse(body, refused.status or status, refused.headers)
 
-
-def _check_name(name: str, names: Sequence[str]) -> None:
+def _check_name(name: str, names: Collection[str]) -> None:
     if name not in names:
         message = f"model {name!r:.80} is not offered; offered are {', '.join(names)}"
-        raise Refused(Failure("not_found", printable(message), "model"))
+        raise Refused(Failure("not_found", message, "model"))
 
 
 def _model(name: str, info: ModelInfo | None) -> dict[str, Any]:

@@ -11,6 +11,5 @@ def now() -> float:
 
 
 def set_round(seconds: float) -> None:
-    """Set this round's time."""
     global _round
     _round = seconds

@@ -81,7 +81,6 @@ class EngineThread:
     """An engine, its thread, and the requests that it has.
 
     Args:
-        settings: The server's settings.
         engine: The engine's class, as ``module:name``.
         restarts: How many servers before this one have crashed.
     """
@@ -107,14 +106,13 @@ class EngineThread:
         sys.setswitchinterval(SWITCH_S)
         self._thread.start()
 
-    async def stop(self) -> bool:
-        """End all requests and let the engine save; whether it has ended in time."""
+    async def stop(self) -> None:
+        """End all requests and let the engine save, if it does so in time."""
         self.cut()
         self._inbox.put(("stop",))
         await asyncio.to_thread(self._thread.join, self._settings.stop_timeout)
         if self._thread.is_alive():
             log.warning("the engine did not stop in time; what it had not saved is lost")
-        return not self._thread.is_alive()
 
     def cut(self, why: Failure = STOPPING) -> None:
         """End all requests."""

@@ -14,13 +14,13 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import LEFT, Failure
 from kvlingo_mlx.serving.settings import API_KEY, Settings, is_loopback
+from kvlingo_mlx.serving.wire import BadRequest, Refused, openai_error
 from kvlingo_mlx.tokenization.chat_messages import repaired
 
 OPEN = ("/", "/page/chat.js", "/page/chat.css", "/health", "/health/live")  # without a key
@@ -28,33 +28,40 @@ CHARSET = re.compile(r"charset=\W?(iso-8859-1|latin-?1|cp1252)\b", re.IGNORECASE
 DRAIN_S = 1.0  # how long a body that is too large is still taken, so that its sender hears why
 
 
-class Refused(Exception):
-    """A request that gets no answer: why, further headers, and a status if not the kind's own."""
-
-    def __init__(
-        self, failed: Failure, headers: Mapping[str, str] | None = None, status: int | None = None
-    ) -> None:
-        super().__init__(failed.message)
-        self.failed, self.headers, self.status = failed, headers or {}, status
+# How the API of a path tells of a failure, by status and body; other paths do it as OpenAI's.
+Forms = Mapping[str, Callable[[Failure], tuple[int, dict[str, Any]]]]
+RETRY_S = "2"  # what a client is told to wait where nothing better is known
 
 
-Refuse = Callable[[str, Refused], Response]  # a path, and why -> the response in its API's form
+def refusal(forms: Forms, path: str, refused: Refused) -> Response:
+    status, body = forms.get(path, openai_error)(refused.failed)
+    headers = {**_retry_headers(refused.failed.kind), **refused.headers}
+    return JSONResponse(body, refused.status or status, headers)
+
+
+def _retry_headers(kind: str) -> dict[str, str]:
+    """What tells a client's library whether to send a request again by itself.
+
+    One that was there when the engine failed may be why it did, so a person should decide.
+    """
+    if kind == "crashed":
+        return {"x-should-retry": "false"}
+    return {"retry-after": RETRY_S} if kind in ("busy", "unready", "memory") else {}
 
 
 class Gate:
     """Refuses requests without the key, and those that another site's page makes in a browser."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, refuse: Refuse) -> None:
-        self._app, self._settings, self._refuse = app, settings, refuse
+    def __init__(self, app: ASGIApp, settings: Settings, forms: Forms) -> None:
+        self._app, self._settings, self._forms = app, settings, forms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer why not."""
         app: ASGIApp = self._app
         if scope["type"] == "http":
             try:
                 self._check(scope["path"], Headers(scope=scope))
             except Refused as refused:
-                app = self._refuse(scope["path"], refused)
+                app = refusal(self._forms, scope["path"], refused)
         await app(scope, receive, send)
 
     def _check(self, path: str, headers: Headers) -> None:
@@ -67,7 +74,9 @@ class Gate:
         """Without a key, a browser could be led here by any page that its user visits."""
         told = self._settings
         host, origin = headers.get("host", ""), headers.get("origin")
-        name = _host_name(host)
+        name = ""  # without the port
+        with contextlib.suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
         if not (told.allow_anyone or is_loopback(name) or name == told.host):
             raise _forbidden(
                 f"this server is named {name!r:.80} in the request's Host header and has no key; "
@@ -96,14 +105,7 @@ def check_key(key: str, headers: Headers) -> None:
 
 
 def _forbidden(message: str) -> Refused:
-    return Refused(Failure("forbidden", printable(message)))
-
-
-def _host_name(host: str) -> str:
-    """A Host header without its port."""
-    with contextlib.suppress(ValueError):
-        return urlsplit(f"//{host}").hostname or ""
-    return ""
+    return Refused(Failure("forbidden", message))
 
 
 async def read_json(request: Request, settings: Settings) -> Any:
@@ -121,13 +123,12 @@ async def read_json(request: Request, settings: Settings) -> Any:
     except UnicodeDecodeError as error:
         if (named := CHARSET.search(request.headers.get("content-type", ""))) is None:
             how = "send UTF-8 (in PowerShell: -ContentType 'application/json; charset=utf-8')"
-            raise Refused(Failure("invalid", f"the body is not UTF-8 ({error}); {how}")) from None
+            raise BadRequest(f"the body is not UTF-8 ({error}); {how}") from None
         text = body.decode(named[1], "replace")
     try:
         return from_json(repaired(text), allow_inf_nan=False)
     except ValueError as error:
-        message = f"the body is not JSON ({error}); send one JSON object in UTF-8"
-        raise Refused(Failure("invalid", printable(message))) from None
+        raise BadRequest(f"the body is not JSON ({error}); send one JSON object in UTF-8") from None
 
 
 async def read_body(request: Request, settings: Settings) -> bytearray:
@@ -154,13 +155,13 @@ def _unpacked(body: bytearray, encoding: str, limit: int) -> bytearray:
         message = f"content-encoding is {encoding!r:.80}, expected gzip, deflate or none; send none"
         if encoding == "zstd":
             message += " (in Codex: enable_request_compression = false below [features])"
-        raise Refused(Failure("invalid", printable(message)), status=415)
+        raise BadRequest(message, status=415)
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either format
     try:
         found = unpacker.decompress(body, limit + 1)
     except zlib.error as error:
         message = f"the body is not {encoding} ({error}); send it as its content-encoding says"
-        raise Refused(Failure("invalid", printable(message))) from None
+        raise BadRequest(message) from None
     if len(found) > limit:
         raise _too_large(limit)
     return bytearray(found)
@@ -192,11 +193,11 @@ def _too_large(limit: int) -> Refused:
     return Refused(Failure("too_large", f"{message}, or start with -c body_limit=64MB"), CLOSE)
 
 
-def error_handlers(refuse: Refuse, instead: str) -> dict[Any, Any]:
+def error_handlers(forms: Forms, instead: str) -> dict[Any, Any]:
     """Starlette's handlers of what an endpoint raises; ``instead`` says which paths there are."""
 
     async def refused(request: Request, error: Refused) -> Response:
-        return refuse(request.url.path, error)
+        return refusal(forms, request.url.path, error)
 
     async def no_such(request: Request, error: HTTPException) -> Response:
         path = request.url.path
@@ -204,15 +205,15 @@ def error_handlers(refuse: Refuse, instead: str) -> dict[Any, Any]:
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "POST")
             message = f"{path} takes no {request.method}; use {allowed.replace(', ', ' or ')}"
-        failed = Failure("invalid", printable(message))
-        return refuse(path, Refused(failed, error.headers, error.status_code))
+        bad = BadRequest(message, headers=error.headers, status=error.status_code)
+        return refusal(forms, path, bad)
 
     async def left(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=LEFT)
 
     async def broken(request: Request, error: Exception) -> Response:  # which is logged
         message = f"the server made a mistake ({type(error).__name__}), which its log tells"
-        return refuse(request.url.path, Refused(Failure("internal", message)))
+        return refusal(forms, request.url.path, Refused(Failure("internal", message)))
 
     return {Refused: refused, HTTPException: no_such, ClientDisconnect: left, Exception: broken}
 
@@ -224,11 +225,9 @@ def protocol(settings: Settings) -> type[H11Protocol]:
     """
 
     class TimedProtocol(H11Protocol):
-        header_timer: asyncio.TimerHandle | None = None
-        write_timer: asyncio.TimerHandle | None = None
-
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's own
             super().connection_made(transport)
+            self.timers = dict[str, asyncio.TimerHandle]()
             self._time_headers()
 
         def data_received(self, data: bytes) -> None:
@@ -237,32 +236,28 @@ def protocol(settings: Settings) -> type[H11Protocol]:
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self.write_timer = self._timer(self.write_timer, settings.write_timeout)
+            self._time("write", settings.write_timeout)
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self.write_timer = self._timer(self.write_timer, None)
+            self._time("write", None)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self.write_timer = self._timer(self.write_timer, None)
-            self.header_timer = self._timer(self.header_timer, None)
+            self._time("write", None)
+            self._time("headers", None)
             super().connection_lost(exc)
 
         def _time_headers(self) -> None:
             """Time the headers of the next request, from its connection or first byte on."""
             answering = self.cycle is not None and not self.cycle.response_complete
-            wanted = None if answering else settings.header_timeout
-            self.header_timer = self._timer(self.header_timer, wanted)
+            self._time("headers", None if answering else settings.header_timeout)
 
-        def _timer(
-            self, running: asyncio.TimerHandle | None, seconds: float | None
-        ) -> asyncio.TimerHandle | None:
-            """The timer that ends the connection after so many seconds; None stops it."""
-            if seconds is not None:
+        def _time(self, what: str, seconds: float | None) -> None:
+            """End the connection after so many seconds, if nothing does so yet; None: do not."""
+            if seconds is None and what in self.timers:
+                self.timers.pop(what).cancel()
+            elif seconds is not None and what not in self.timers:
                 # Not closed: that would wait until what is buffered has been taken.
-                return running or self.loop.call_later(seconds, self.transport.abort)
-            if running is not None:
-                running.cancel()
-            return None
+                self.timers[what] = self.loop.call_later(seconds, self.transport.abort)
 
     return TimedProtocol

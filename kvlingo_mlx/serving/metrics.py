@@ -61,7 +61,6 @@ class Metrics:
         own.register(_Held(engine))
 
     def count(self, name: str, *labels: str, by: int = 1) -> None:
-        """Add to a counter."""
         self.counters[name].labels(*labels).inc(by)
 
     def text(self) -> bytes:
@@ -93,16 +92,13 @@ class HttpExchange:
     def __init__(self, metrics: Metrics) -> None:
         self.model = "-"  # the label of the model that answers; "-" where none is asked for
         self.status = 0  # what ended it; 0 for the response's
-        self.usage: Usage | None = None  # what was told last of where the prompt came from
         self._metrics, self._from = metrics, time.perf_counter()
 
     def take(self, event: Event) -> None:
-        """Note an event of the answer."""
         if isinstance(event, FirstToken):
-            self.model, self.usage = event.model, event.usage
+            self.model = event.model
             self._metrics.begun(self.model, event.usage, self._lap())
         elif isinstance(event, Finished):
-            self.usage = event.usage
             self._metrics.ended(self.model, event.usage, self._lap())
 
     def _lap(self) -> float:
@@ -118,7 +114,6 @@ class _Held(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """The families, each with its samples."""
         engine, status = self._engine, self._engine.status or Status()
         weights = sum(model.weights_bytes for model in status.models if model.loaded)
         held = {"weights": weights, "lines": status.lines_bytes}
@@ -152,7 +147,6 @@ class Tally:
         self._app, self._metrics, self._paths = app, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and count it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         sent = 0

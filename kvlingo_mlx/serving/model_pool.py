@@ -67,7 +67,6 @@ class ModelPool:
 
     @property
     def models(self) -> dict[str, LanguageModel]:
-        """The models by name."""
         return {name: resident.model for name, resident in self.all.items()}
 
     @property

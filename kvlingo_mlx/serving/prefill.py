@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from kvlingo_mlx.errors import printable
@@ -33,12 +33,12 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.remote.client import PATH
 from kvlingo_mlx.remote.model import facts_of
 from kvlingo_mlx.remote.order import Order
-from kvlingo_mlx.serving.guard import Gate, Refused, error_handlers, read_body
+from kvlingo_mlx.serving.guard import Gate, error_handlers, read_body
 from kvlingo_mlx.serving.messages import Failure
 from kvlingo_mlx.serving.reader import Reader, Sealed
 from kvlingo_mlx.serving.server import bind, configured, url_of
 from kvlingo_mlx.serving.settings import Settings
-from kvlingo_mlx.serving.wire import openai_error
+from kvlingo_mlx.serving.wire import BadRequest, Refused
 
 JOBS = 4
 ORDER = TypeAdapter(Order)
@@ -70,7 +70,7 @@ def serve(
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         server = PrefillServer(model, settings, jobs)
         listening(url_of(listener))
-        server.run_at(listener)
+        server.run([listener])
 
 
 class PrefillServer(uvicorn.Server):
@@ -85,14 +85,10 @@ class PrefillServer(uvicorn.Server):
             Route(f"{PATH}/{{job}}", self._end, methods=["DELETE"]),
             Route(f"{PATH}/{{job}}/{{number:int}}", self._chunk, methods=["GET"]),
         ]
-        gate = Middleware(Gate, settings=settings, refuse=_refusal)
-        handlers = error_handlers(_refusal, f"GET {PATH}")
+        gate = Middleware(Gate, settings=settings, forms={})
+        handlers = error_handlers({}, f"GET {PATH}")
         app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
         super().__init__(configured(app, settings))
-
-    def run_at(self, listener: socket.socket) -> None:
-        """Serve at a bound socket, until a signal or ``should_exit``."""
-        asyncio.run(self.serve(sockets=[listener]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.reader.stop()
@@ -110,10 +106,10 @@ class PrefillServer(uvicorn.Server):
             order.check()
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            told = f"an order's {'.'.join(map(str, first['loc']))}: {first['msg']}"
-            raise Refused(Failure("invalid", printable(told))) from None
+            path = ".".join(map(str, first["loc"]))
+            raise BadRequest(f"an order's {path}: {first['msg']}") from None
         except ValueError as error:
-            raise Refused(Failure("invalid", printable(str(error)))) from None
+            raise BadRequest(str(error)) from None
         await self.reader.begin(order)
         return _told({"id": order.id})
 
@@ -136,11 +132,6 @@ class PrefillServer(uvicorn.Server):
             text = printable(f"{self._facts['name']} did not read the prompt: {error}"[:400])
             raise Refused(Failure("internal", text))
         return _sent(future.result(), request)
-
-
-def _refusal(path: str, refused: Refused) -> Response:
-    status, body = openai_error(refused.failed)
-    return JSONResponse(body, refused.status or status, refused.headers)
 
 
 def _told(value: Mapping[str, Any], status: int = 200) -> Response:

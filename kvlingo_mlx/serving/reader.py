@@ -21,8 +21,8 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.remote.chunk import packed
 from kvlingo_mlx.remote.order import KEPT, Order, split
-from kvlingo_mlx.serving.guard import Refused
 from kvlingo_mlx.serving.messages import Failure
+from kvlingo_mlx.serving.wire import BadRequest, Refused
 from kvlingo_mlx.threads import working
 
 AHEAD = 3  # chunks of a job that are kept: the one that is asked for, and those after it
@@ -51,11 +51,6 @@ class PrefillJob:
     asked: int = 0  # the latest chunk that was asked for
     reading: asyncio.Task[None] | None = None
     idle: asyncio.TimerHandle | None = None  # lets go of it
-
-    @property
-    def waits(self) -> bool:
-        """Whether its next chunk may be read."""
-        return self.read < min(len(self.chunks), self.asked + AHEAD)
 
     def fail(self, why: str) -> None:
         """Tell whoever waits for a chunk that it will not come."""
@@ -111,7 +106,6 @@ class Reader:
             self._thread.submit(job.steps.close)
 
     def stop(self) -> None:
-        """End all jobs."""
         for name in list(self._jobs):
             self.end(name, "the server stops")
         self._most = 0
@@ -122,7 +116,7 @@ class Reader:
         layers = self.model.geometry.layers
         if order.model != self._digest:
             told = f"this machine offers {self.model.name} now, not the model that was asked for"
-            raise Refused(Failure("invalid", f"{told} before; connect again"), status=409)
+            raise BadRequest(f"{told} before; connect again", status=409)
         points = self.model.family.points
         _check(order.capture in points, f"there are no {order.capture} states to send", "capture")
         try:
@@ -169,7 +163,7 @@ class Reader:
     async def _read(self, job: PrefillJob) -> None:
         """Read a job's next chunks; the thread takes the chunks of all jobs in turns."""
         loop = asyncio.get_running_loop()
-        while job.waits:
+        while job.read < min(len(job.chunks), job.asked + AHEAD):
             span = job.order.spans[job.read]
             try:
                 sealed = await loop.run_in_executor(self._thread, _next_chunk, job, span)
@@ -228,4 +222,4 @@ def _sent(order: Order, span: range, states: KVStates) -> dict[str, mx.array]:
 
 def _check(good: bool, message: str, param: str) -> None:
     if not good:
-        raise Refused(Failure("invalid", message, param))
+        raise BadRequest(message, param)

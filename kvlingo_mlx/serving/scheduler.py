@@ -4,13 +4,14 @@ A round gives every answer that is being written its next token, and one of thos
 written one more piece of its prompt: so a long prompt holds nobody up for longer than one chunk.
 """
 
+import functools
 import itertools
 import logging
+import math
 import re
 import time
 import traceback
-from collections.abc import Callable, Generator
-from dataclasses import replace
+from collections.abc import Generator
 from typing import Any
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
@@ -35,11 +36,12 @@ from kvlingo_mlx.serving import clock
 from kvlingo_mlx.serving.active_request import (
     ActiveRequest,
     Steps,
+    Tell,
     processors_of,
     tools_of,
     usage_of,
 )
-from kvlingo_mlx.serving.messages import Event, Failure, GenerationRequest, Status, TokenCount
+from kvlingo_mlx.serving.messages import Failure, GenerationRequest, Status, TokenCount
 from kvlingo_mlx.serving.model_pool import ModelPool
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.session_store import SessionStore, conversing, too_large
@@ -49,7 +51,6 @@ from kvlingo_mlx.tokenization.probes import announces_tools
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
-Tell = Callable[[Event], None]
 # What a request can be answered with an error for; anything else is a fault of the program.
 ALONE = (MemoryError, RuntimeError, OSError)  # what may fail on one machine of several
 REFUSED = (ValueError, KVLingoError, MemoryError, RuntimeError, OSError)
@@ -57,9 +58,6 @@ REFUSED = (ValueError, KVLingoError, MemoryError, RuntimeError, OSError)
 
 class Scheduler:
     """The server's models, conversations and requests.
-
-    Args:
-        settings: The server's settings.
 
     Raises:
         KVLingoError, ValueError: A model, a translator or a route cannot be opened.
@@ -90,7 +88,6 @@ class Scheduler:
     # ---- requests ---------------------------------------------------------------------------
 
     def ask(self, number: int, ask: GenerationRequest, tell: Tell) -> None:
-        """Take on a request."""
         try:
             name = self._chosen(ask)
             if ask.count:
@@ -106,7 +103,7 @@ class Scheduler:
     def cancel(self, number: int) -> None:
         """End a request; what was read and written of it stays in its conversation."""
         if (job := self._jobs.pop(number, None)) is not None:
-            job.end()
+            job.steps.close()
 
     def _failed(self, error: BaseException) -> Failure:
         """An error as it is told to the client, in one line, models by the names it knows."""
@@ -119,14 +116,12 @@ class Scheduler:
             if re.search(r"\W", known):  # a plain word could be any word of the line
                 whole = rf"(?<![\w/.-]){re.escape(known)}(?![\w/-])"
                 line = re.sub(whole, name.replace("\\", r"\\"), line)
-        kinds = (
-            (NotEnoughMemoryError, "memory"),
-            (MemoryError, "memory"),
-            (KVLingoError, "internal"),
-            (ValueError, "invalid"),
-        )
-        kind = next((kind for cls, kind in kinds if isinstance(error, cls)), "internal")
-        return Failure("too_long" if "context" in line and kind == "invalid" else kind, line)
+        kind = "internal"
+        if isinstance(error, NotEnoughMemoryError | MemoryError):
+            kind = "memory"
+        elif isinstance(error, ValueError) and not isinstance(error, KVLingoError):
+            kind = "too_long" if "context" in line else "invalid"
+        return Failure(kind, line)
 
     def _chosen(self, ask: GenerationRequest) -> str:
         """The name of the model that is to answer."""
@@ -147,7 +142,6 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether there is work to do."""
         return bool(self._jobs)
 
     def work(self) -> None:
@@ -165,12 +159,12 @@ class Scheduler:
 
     def use_idle_time(self) -> bool:
         """Read behind translations, else write to disk; whether there is more to read."""
-        if self.heal():
+        if self._heal():
             return True
         self.store.tidy()
         return False
 
-    def heal(self) -> bool:
+    def _heal(self) -> bool:
         """Let a model read a chunk of what it holds translated; False where nothing is left of it.
 
         The session used last comes first, and in it the model that answered last. Lines that
@@ -197,7 +191,6 @@ class Scheduler:
 
     def _advance(self, number: int, job: ActiveRequest) -> None:
         """Take a request's next step, and those that must not wait for the next round."""
-        assert job.steps is not None
         try:
             for at_once in job.steps:
                 if not at_once:
@@ -206,9 +199,12 @@ class Scheduler:
             if self.group.several and isinstance(error, ALONE):
                 raise  # the others have gone on
             if not isinstance(error, REFUSED):
-                log.error("%s, %s: a request could not be answered", *_place(error))
+                # The error's text may hold a prompt, which is never logged.
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                place = f"{type(error).__name__}, {where.filename}:{where.lineno}"
+                log.error("%s: a request could not be answered", place)
             job.tell(self._failed(error))
-        job.end()
+        job.steps.close()
         self._jobs.pop(number, None)
 
     # ---- one answer -------------------------------------------------------------------------
@@ -325,7 +321,7 @@ class Scheduler:
             if (switch := exchange.last) is not None:
                 resident.took(switch.read, switch.read_s)
         job.take(response, resident.model.tokenizer)
-        return job.ended or job.ready
+        return job.ended or (job.row is not None and bool(job.row.ready))
 
     def _written(self, job: ActiveRequest, session: Session, keys: list[Key]) -> Steps:
         """Let the conversation answer, and keep what it says; who is refused changes nothing."""
@@ -341,8 +337,9 @@ class Scheduler:
             else:
                 steps = self._completed(job, exchange, request)
             for number, response in enumerate(steps):
-                if not number:  # nothing refuses it now
-                    session.begin(keys, job.messages, job.ask.pin)
+                if not number:  # nothing refuses it now; others find it, the disk's is outdated
+                    session.keys, session.messages, session.saved = keys, job.messages, None
+                    session.pinned |= job.ask.pin
                     line = exchange.lines[job.name]
                 at_once = self._tell(job, response, exchange, len(line))
                 if job.ended:
@@ -358,7 +355,6 @@ class Scheduler:
         session.messages = conversation.messages
 
     def _request(self, job: ActiveRequest) -> Request:
-        """What the conversation is asked."""
         ask, model = job.ask, self.pool[job.name].model
         batch = self._batches.get(id(model))
         if batch is None:
@@ -376,7 +372,7 @@ class Scheduler:
             tools=(tools_of(ask, model) or None) if announces_tools(model.tokenizer) else None,
             template=_switches(ask, model),  # also for lines of models that tell of tools
             batch=batch,
-            seat=job.sit,
+            seat=functools.partial(setattr, job, "row"),
         )
 
     # ---- what others ask --------------------------------------------------------------------
@@ -401,13 +397,15 @@ class Scheduler:
             raise ValueError(f"{name} is answering a request; try again when it is done")
 
     def status(self) -> Status:
-        """What the engine holds and does."""
-        begun = sum(job.row is not None for job in self._jobs.values())
-        return replace(
-            self.store.status(),
+        store, begun = self.store, sum(job.row is not None for job in self._jobs.values())
+        here = [session for session in store.sessions if session.exchange is not None]
+        return Status(
             models=tuple(resident.info(name) for name, resident in self.pool.all.items()),
             routes=self._route is not None,
+            conversations=(len(here), len(store.sessions) - len(here)),
+            lines_bytes=sum(session.nbytes for session in here),
             translators_bytes=self.policy.nbytes,
+            budget_bytes=0 if math.isinf(store.budget) else int(store.budget),
             running=begun,
             queued=len(self._jobs) - begun,
             healed=self._healed,
@@ -432,9 +430,3 @@ def _length(ask: GenerationRequest, model: LanguageModel) -> int:
 def _switches(ask: GenerationRequest, model: LanguageModel) -> dict[str, Any]:
     """The chat templates' switches for a request; one that cannot tell of tools leaves them out."""
     return {**ask.template, **({"tools": tools_of(ask, model)} if ask.tools else {})}
-
-
-def _place(error: BaseException) -> tuple[str, str]:
-    """What a fault is and where it happened; its text may hold a prompt, which is never logged."""
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return type(error).__name__, f"{where.filename}:{where.lineno}"

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -20,12 +20,11 @@ from kvlingo_mlx import blas
 from kvlingo_mlx.errors import MissingModelError
 from kvlingo_mlx.group import launched
 from kvlingo_mlx.loading.hub import SMALL_FILES, model_type, resolve
-from kvlingo_mlx.serving.app import apis, build
+from kvlingo_mlx.serving.app import build
 from kvlingo_mlx.serving.engine_thread import ENGINE, EngineThread
 from kvlingo_mlx.serving.guard import protocol
 from kvlingo_mlx.serving.settings import LOG_FORMAT, Settings
 from kvlingo_mlx.serving.supervisor import ServerError, supervise
-from kvlingo_mlx.serving.wire.requests import Api
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
@@ -42,7 +41,6 @@ def serve(
     in this one, since the others cannot go on with a new one.
 
     Args:
-        settings: The server's settings.
         engine: The engine's class, as ``module:name``.
         listening: Called with the server's address as soon as there is one.
 
@@ -107,34 +105,28 @@ def bind(host: str, port: int) -> socket.socket:
         ValueError: There is no such host, or the port is taken or reserved.
     """
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
         raise ValueError(f"--host is {host}, which is not known ({error.strerror})") from None
-    listener = socket.socket(family, kind, proto)
+    both = family == socket.AF_INET6
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
+        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except OSError as error:
-        listener.close()
+        why = os.strerror(error.errno or 0)
+        told = f"port {port} of {host} cannot be listened at ({why}); give others"
         if error.errno == errno.EADDRINUSE:
             told = f"port {port} of {host} is in use; give another --port, or end what uses it"
-        else:
-            told = f"port {port} of {host} cannot be listened at ({error.strerror}); give others"
         raise ValueError(told) from None
-    return listener
 
 
 def url_of(listener: socket.socket) -> str:
-    """The URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def configured(app: Any, settings: Settings) -> uvicorn.Config:
-    """How uvicorn serves an application."""
     return uvicorn.Config(
         app,
         http=protocol(settings),
@@ -151,11 +143,9 @@ def configured(app: Any, settings: Settings) -> uvicorn.Config:
 class Server(uvicorn.Server):
     """uvicorn's server, with an engine that starts before it and stops after it."""
 
-    def __init__(
-        self, settings: Settings, engine: EngineThread, spoken: Sequence[Api] | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, engine: EngineThread) -> None:
         self._settings, self.engine = settings, engine
-        super().__init__(configured(build(settings, engine, spoken or apis()), settings))
+        super().__init__(configured(build(settings, engine), settings))
 
     async def until_stopped(self, listener: socket.socket) -> None:
         """Serve at a bound socket.

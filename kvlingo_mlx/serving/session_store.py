@@ -7,12 +7,10 @@ file is written last and removed first, so a folder without one is rubbish.
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import math
 import shutil
-import time
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -26,10 +24,11 @@ from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.folder import Draft, replace_text
 from kvlingo_mlx.engine.storage import worker as files
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
+from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.loading.translators import home
 from kvlingo_mlx.serving import clock
 from kvlingo_mlx.serving.active_request import ActiveRequest
-from kvlingo_mlx.serving.messages import GenerationRequest, Status
+from kvlingo_mlx.serving.messages import GenerationRequest
 from kvlingo_mlx.serving.model_pool import ModelPool, PooledModel
 from kvlingo_mlx.serving.sessions import SAVED, Found, Session
 from kvlingo_mlx.serving.settings import Settings
@@ -57,8 +56,6 @@ class SessionStore:
     """All conversations, and the memory that they may take beside the models.
 
     Args:
-        settings: The server's settings.
-        pool: The models.
         blank: An empty conversation, from which those that come back from disk get their
             translators.
         translators: The bytes of the translators in memory.
@@ -79,6 +76,7 @@ class SessionStore:
         paths = {name: each.path for name, each in pool.all.items()}
         self._mine = {"models": paths, "verbatim": settings.verbatim, "keys of": KEYS_OF}
         self._latest: Future[None] | None = None  # that was to be written
+        self._lock = contextlib.ExitStack()  # on the folder
         self._folder: Path | None = None
         if settings.keep_conversations and blank.exchange.group.several:
             log.info("several machines serve, so conversations are kept in memory alone")
@@ -216,8 +214,15 @@ class SessionStore:
     def _open(self, folder: Path, patience: float) -> None:
         """Take a folder for this server alone, and find what a former one left there."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = (folder / "lock").open("w")
-        self._take_lock(folder, patience)
+        try:  # a server whose parent was killed may still be saving into it
+            self._lock.enter_context(alone(folder / "conversations", patience))
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise ValueError(
+                f"another server keeps its conversations in {folder}; give --conversations "
+                "another folder, or --no-keep-conversations"
+            ) from None
         for path in folder.iterdir():
             if path.suffix == ".tmp":
                 path.unlink()
@@ -233,22 +238,6 @@ class SessionStore:
                     keys = [tuple(map(str, key)) for key in facts["keys"]]
                     kept, used = file.with_suffix(""), float(facts["used"])
                     self.sessions.append(Session(keys, folder=kept, used=used, saved=SAVED))
-
-    def _take_lock(self, folder: Path, patience: float) -> None:
-        """Take the folder; a server whose parent was killed may still be saving into it."""
-        until = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
-                if time.monotonic() > until:
-                    self._lock.close()
-                    raise ValueError(
-                        f"another server keeps its conversations in {folder}; give "
-                        "--conversations another folder, or --no-keep-conversations"
-                    ) from None
-            time.sleep(0.1)
 
     def save(self, session: Session) -> bool:
         """Write an idle session to disk, unless it is there as it is; whether it is there."""
@@ -306,27 +295,13 @@ class SessionStore:
                 return
 
     def close(self) -> None:
-        """Write what is to be kept."""
+        """Write what is to be kept, and let another server have the folder."""
         for session in list(self.sessions):
             self.save(session)
-
-    def release(self) -> None:
-        """Let another server have the folder."""
-        if self._folder is not None:
-            self._lock.close()
-
-    def status(self) -> Status:
-        """How much there is."""
-        here = [session for session in self.sessions if session.exchange is not None]
-        return Status(
-            conversations=(len(here), len(self.sessions) - len(here)),
-            lines_bytes=sum(session.nbytes for session in here),
-            budget_bytes=0 if math.isinf(self.budget) else int(self.budget),
-        )
+        self._lock.close()
 
 
 def too_large(resident: PooledModel) -> NotEnoughMemoryError:
-    """The error of a model for which there is no room."""
     return NotEnoughMemoryError(
         f"the weights of {resident.model.name} ({resident.weights / 1e9:.1f} GB) do not fit into "
         "the server's memory; raise --memory-limit, or offer a smaller model"

@@ -170,11 +170,6 @@ class Session:
         """Whether it is in memory and may go to disk; a plain text has no messages, and may not."""
         return self.conversation is not None and bool(self.messages)
 
-    def begin(self, keys: list[Key], messages: list[dict[str, Any]], pin: bool) -> None:
-        """A request is being read: others find it, and what is on disk is outdated."""
-        self.keys, self.messages, self.saved = keys, messages, None
-        self.pinned |= pin
-
     def held(self, names: Collection[str], count: int) -> int:
         """About how many of its first ``count`` keys are of what one of some models holds.
 

@@ -177,7 +177,7 @@ def loaded_after(code: str) -> set[str]:
 
 def test_the_http_of_a_server_loads_no_mlx() -> None:
     pytest.importorskip("starlette")
-    code = "from kvlingo_mlx.serving import server; server.apis()"
+    code = "from kvlingo_mlx.serving import server"
     loaded = loaded_after(code)
     assert "starlette" in loaded
     assert not loaded & {"mlx", "mlx_lm", "torch", "transformers", "numpy"}

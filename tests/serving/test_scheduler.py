@@ -376,7 +376,6 @@ def test_a_damaged_conversation_is_read_anew(tmp_path: Path) -> None:
     history = [user("Anna lives in Rome. " * 20)]
     told = clients.one("large", history)
     clients.engine.close()
-    clients.engine.store.release()
     (file,) = (tmp_path / "kept").glob("*/line-0.*")
     blob = bytearray(file.read_bytes())
     blob[-9] ^= 1

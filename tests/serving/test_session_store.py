@@ -49,11 +49,11 @@ def test_keys_that_were_not_written_whole_go(tmp_path: Path) -> None:
     clients = clients_of(tmp_path)
     told = clients.one("large", HISTORY)
     clients.engine.close()
-    clients.engine.store.release()
     whole = {path.name for path in (tmp_path / "kept").iterdir()}
     (tmp_path / "kept" / "0123.tmp").write_text("{")
     (tmp_path / "kept" / "0123").mkdir()
     again = clients_of(tmp_path)
+    whole |= {".conversations.lock"}
     assert {path.name for path in (tmp_path / "kept").iterdir()} == whole and len(whole) == 3
     history = [*HISTORY, said(told.text), user("Where?")]
     assert again.one("large", history).usage.cached_tokens > 0
@@ -110,7 +110,7 @@ def test_what_cannot_be_written_is_told_and_not_lost(
             store.tidy()
             assert session.saved is not None and session.saved.exception(60) is not None
         assert caplog.text.count("cannot be kept on disk") == 1  # it is tried once
-        assert [path.name for path in (tmp_path / "kept").iterdir()] == ["lock"]
+        assert [path.name for path in (tmp_path / "kept").iterdir()] == [".conversations.lock"]
     store.budget = 1
     store.make_room()  # there is space again
     store.budget = 10**12
@@ -123,7 +123,7 @@ def test_a_folder_is_of_one_server_at_a_time(tmp_path: Path) -> None:
     first = clients_of(tmp_path).engine
     with pytest.raises(ValueError, match="another server keeps its conversations in"):
         clients_of(tmp_path)
-    timer = threading.Timer(0.5, first.store.release)
+    timer = threading.Timer(0.5, first.store.close)
     timer.start()
     clients_of(tmp_path, stop_timeout=30.0)
     timer.join()
@@ -147,7 +147,6 @@ def test_requests_wait_until_there_is_room_for_their_lines(tmp_path: Path) -> No
     alone = [clients.together([ask])[0].text for ask in asks]
     one = max(session.nbytes for session in clients.engine.store.sessions)
     clients.engine.close()
-    clients.engine.store.release()
     clients = clients_of(tmp_path, conversations=str(tmp_path / "others"))
     store = clients.engine.store
     clients.one("large", HISTORY, max_tokens=2)

@@ -263,7 +263,6 @@ class Sequences:
 
     def stop(self) -> None:
         self._engine.close()
-        self._engine.store.release()
 
     def run(self, rng: random.Random) -> None:
         """One sequence."""

@@ -27,7 +27,7 @@ ALL: list[tuple[Any, dict[str, Any]]] = [
 
 def test_signs_of_life() -> None:
     for api, body in ALL:
-        answer = api.read(body).answer
+        answer = api.read(body)
         answer.take(Progress(64, 120))
         before = answer.keep_alive()
         assert before.endswith("\n\n")
@@ -169,7 +169,7 @@ def test_completions_streamed_are_completions_whole(pieces: list[Delta]) -> None
 @pytest.mark.parametrize(("api", "body"), ALL)
 def test_nothing_is_told_after_the_end(api: Any, body: dict[str, Any]) -> None:
     for last in (Finished("stop", USAGE), Failure("crashed", "gone")):
-        answer = api.read(body).answer
+        answer = api.read(body)
         assert answer.take(last)
         for event in (
             Delta("more"),

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvlingo_mlx.serving.messages import Delta, Failure, GenerationRequest
 from kvlingo_mlx.serving.wire import BadRequest, anthropic, chat, responses
+from kvlingo_mlx.serving.wire.answers import Gathered
 from kvlingo_mlx.serving.wire.forms import sendable
-from kvlingo_mlx.serving.wire.requests import Incoming
 from kvlingo_mlx.tokenization.chat_messages import KEPT_ROLES
 from tests.support.wire_app import PLANTED, frames_of
 from tests.support.wire_bodies import (
@@ -69,23 +69,23 @@ def check(api: Any, body: Any) -> Any:
     try:
         read = api.read(body)
     except BadRequest as bad:
-        check_refusal(api, bad)
+        check_refusal(api, bad.failed)
         return None
     finally:
         assert repr(body) == before
-    assert isinstance(read, Incoming)
+    assert isinstance(read, Gathered)
     check_ask(read.ask)
     if not read.ask.count:
         check_answer(read)
     return read
 
 
-def check_refusal(api: Any, bad: BadRequest) -> None:
+def check_refusal(api: Any, bad: Failure) -> None:
     """One clear line, that any client can be told."""
     assert 10 < len(bad.message) < 900
     assert bad.message.isprintable() and "Traceback" not in bad.message
     assert bad.param is None or (bad.param and bad.param.isprintable())
-    status, body = api.error(Failure("invalid", bad.message, bad.param))
+    status, body = api.error(bad)
     assert status == 400 and json.dumps(body, ensure_ascii=False).encode()
 
 
@@ -103,13 +103,13 @@ def check_ask(ask: GenerationRequest) -> None:
     assert ask.sampling.seed is None or 0 <= ask.sampling.seed < 2**64
 
 
-def check_answer(read: Incoming) -> None:
+def check_answer(read: Gathered) -> None:
     """That an answer can be given to it."""
-    frames = [read.answer.keep_alive()]
+    frames = [read.keep_alive()]
     for event in PLANTED["calls"]:
-        frames += read.answer.take(event)
+        frames += read.take(event)
     assert frames_of("".join(frames).encode().decode())
-    assert json.dumps(read.answer.body(), ensure_ascii=False, allow_nan=False).encode()
+    assert json.dumps(read.body(), ensure_ascii=False, allow_nan=False).encode()
 
 
 @pytest.mark.parametrize(("api", "full"), FULL)
@@ -143,7 +143,8 @@ def test_deep_and_long_bodies(api: Any, full: dict[str, Any]) -> None:
     for body in (deep, {**full, "metadata": deep}, {**full, "x" * 10**6: 1}):
         with pytest.raises(BadRequest) as refused:
             api.read(body)
-        assert len(refused.value.message) < 300 and len(refused.value.param or "") < 300
+        bad = refused.value.failed
+        assert len(bad.message) < 300 and len(bad.param or "") < 300
 
 
 @pytest.mark.parametrize(("api", "full"), FULL[:1] + FULL[2:])
@@ -170,7 +171,7 @@ def test_answers_with_odd_arguments_can_be_told(api: Any, body: dict[str, Any]) 
     """What a model writes as arguments is not always what JSON may hold."""
     odd = ("{", "[1]", '{"a": NaN}', '{"a": "\\ud800"}', '{"a": "\ud800"}', "[" * 10_000)
     for text, name in itertools.product(odd, ("f", "weather", "shell", "tool_search")):
-        answer = api.read(body).answer
+        answer = api.read(body)
         call = {"id": "c", "type": "function", "function": {"name": name, "arguments": text}}
         told = "".join(answer.take(Delta(tool_calls=(call,))))
         assert frames_of(told.encode().decode()) or api is chat.COMPLETIONS

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvlingo_mlx.serving.messages import GenerationRequest, Sampling
+from kvlingo_mlx.serving.messages import Failure, GenerationRequest, Sampling
 from kvlingo_mlx.serving.wire import BadRequest, anthropic, chat, responses
 from kvlingo_mlx.serving.wire.oddities import UNSUPPORTED
 from tests.support.wire_app import CALL, TOOL
@@ -32,10 +32,10 @@ def said(role: str, content: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content}]}
 
 
-def refusal(api: str, **fields: Any) -> BadRequest:
+def refusal(api: str, **fields: Any) -> Failure:
     with pytest.raises(BadRequest) as refused:
         ask(api, **fields)
-    return refused.value
+    return refused.value.failed
 
 
 def test_a_full_chat_request() -> None:

@@ -23,7 +23,7 @@ class Offered:
         listener = server.bind(settings.host, settings.port)
         self.port = listener.getsockname()[1]
         self.server = prefill.PrefillServer(model, settings, jobs)
-        self._thread = threading.Thread(target=self.server.run_at, args=(listener,))
+        self._thread = threading.Thread(target=self.server.run, args=([listener],))
         self._thread.start()
         self.listener = listener
 

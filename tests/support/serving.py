@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 
 from kvlingo_mlx.serving import server
-from kvlingo_mlx.serving.app import apis
 from kvlingo_mlx.serving.engine_thread import EngineThread
 from kvlingo_mlx.serving.settings import Settings
 from tests.support.processes import until
@@ -52,7 +51,7 @@ class Running:
     def __init__(self, settings: Settings, engine: str) -> None:
         self.settings = settings
         self.engine = EngineThread(settings, engine)
-        self.server = server.Server(settings, self.engine, apis())
+        self.server = server.Server(settings, self.engine)
         self.listener = server.bind(settings.host, settings.port)
         self.url, self.port = server.url_of(self.listener), self.listener.getsockname()[1]
         self.error: BaseException | None = None

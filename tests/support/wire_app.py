@@ -109,7 +109,7 @@ def planted_server(folder: Path, **more: Any) -> Iterator[Running]:
 
 def stream(api: Any, body: dict[str, Any], planted: Iterable[Event]) -> list[Any]:
     """The data of all frames of an answer."""
-    answer = api.read(body).answer
+    answer = api.read(body)
     frames = [frame for event in planted for frame in answer.take(event)]
     assert all(frame.endswith("\n\n") for frame in frames)
     named = frames_of("".join(frames))
@@ -119,7 +119,7 @@ def stream(api: Any, body: dict[str, Any], planted: Iterable[Event]) -> list[Any
 
 def whole(api: Any, body: dict[str, Any], planted: Iterable[Event]) -> dict[str, Any]:
     """The body of an answer."""
-    answer = api.read(body).answer
+    answer = api.read(body)
     for event in planted:
         answer.take(event)
     return answer.body()

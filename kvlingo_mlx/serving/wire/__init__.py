@@ -5,17 +5,28 @@ and what clients send beside it in ``oddities``. Nothing here waits or sends.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import Failure
 
 
-class BadRequest(Exception):
-    """A request that no answer can be given to: why, in one line, and the path of the field."""
+class Refused(Exception):
+    """A request that gets no answer: why, further headers, and a status if not the kind's own."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message, self.param = message, param
+    def __init__(
+        self, failed: Failure, headers: Mapping[str, str] | None = None, status: int | None = None
+    ) -> None:
+        super().__init__(failed.message)
+        self.failed, self.headers, self.status = failed, headers or {}, status
+
+
+class BadRequest(Refused):
+    """One that no answer can be given to: why, in one line, and the path of the field."""
+
+    def __init__(self, message: str, param: str = "", **more: Any) -> None:
+        super().__init__(Failure("invalid", printable(message), printable(param) or None), **more)
 
 
 class FailureKind(NamedTuple):

@@ -66,17 +66,26 @@ def logprobs_of(tokens: list[TokenLogprob]) -> list[dict[str, Any]]:
 class Gathered:
     """What a client gets for one request, so far; an API's own adds what becomes of each event.
 
+    Args:
+        request: The request, as its API has read it.
+
     Attributes:
+        ask: What is asked of the engine.
         toolbox: What may be called.
+        stream: Whether the answer is sent as it is written.
     """
 
-    toolbox: Toolbox
+    prefix = ""  # of its id
 
-    def __init__(self, ask: GenerationRequest, prefix: str) -> None:
-        self.id = new_id(prefix)
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.ask: GenerationRequest = request.ask()
+        self.toolbox: Toolbox = request.toolbox
+        self.stream = bool(request.stream) and not self.ask.count
+        self.id = new_id(self.prefix)
         self.created = int(time.time())
-        self.model = ask.model
-        self.wants_logprobs = ask.logprobs is not None
+        self.model = self.ask.model
+        self.wants_logprobs = self.ask.logprobs is not None
         self.begun = self.over = False
         self.waiting = Progress()
         self.content = self.reasoning = ""

@@ -47,7 +47,6 @@ class CountRequest(Conversing):
 
     @property
     def effort(self) -> str | None:
-        """How much the model reasons."""
         own = self.output_config.effort if self.output_config else None
         return own or super().effort
 
@@ -70,13 +69,8 @@ class CountRequest(Conversing):
             count=True,
         )
 
-    def answer(self, ask: GenerationRequest) -> Gathered:
-        return Count(ask, "")
-
 
 class MessagesRequest(CountRequest):
-    """A request for a message."""
-
     rules = oddities.MESSAGES
     max_tokens: Positive
     stop_sequences: Stop | None = None
@@ -84,9 +78,6 @@ class MessagesRequest(CountRequest):
     def ask(self) -> GenerationRequest:
         stop = tuple(self.stop_sequences or ())
         return replace(super().ask(), count=False, max_tokens=self.max_tokens, stop=stop)
-
-    def answer(self, ask: GenerationRequest) -> Gathered:
-        return MessagesAnswer(ask, bool(self.thinking and self.thinking.display == "omitted"))
 
 
 # ---- answers ------------------------------------------------------------------------------------
@@ -106,16 +97,12 @@ class Count(Gathered):
 
 
 class MessagesAnswer(Gathered):
-    """An answer in blocks: thinking, text, tool calls, in the order in which they come.
+    """An answer in blocks: thinking, text, tool calls, in the order in which they come."""
 
-    Args:
-        ask: What was asked.
-        hidden: Whether thinking is left out of its blocks.
-    """
+    prefix = "msg_"
 
-    def __init__(self, ask: GenerationRequest, hidden: bool = False) -> None:
-        super().__init__(ask, "msg_")
-        self.hidden = hidden
+    def __init__(self, request: MessagesRequest) -> None:
+        super().__init__(request)
         self.blocks: list[dict[str, Any]] = []
         self.open = False
 
@@ -126,7 +113,9 @@ class MessagesAnswer(Gathered):
     def piece(self, piece: Delta) -> list[str]:
         frames: list[str] = []
         if piece.reasoning:
-            frames += self._grow("thinking", "" if self.hidden else piece.reasoning)
+            thinking = self.request.thinking
+            hidden = thinking is not None and thinking.display == "omitted"
+            frames += self._grow("thinking", "" if hidden else piece.reasoning)
         if piece.content:
             frames += self._grow("text", piece.content)
         for each in piece.tool_calls:
@@ -213,5 +202,5 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-API = Api(("/v1/messages",), MessagesRequest, anthropic_error)
-COUNT = Api(("/v1/messages/count_tokens",), CountRequest, anthropic_error)
+API = Api(("/v1/messages",), MessagesRequest, MessagesAnswer, anthropic_error)
+COUNT = Api(("/v1/messages/count_tokens",), CountRequest, Count, anthropic_error)

@@ -67,8 +67,6 @@ class OpenAIRequest(Sampled):
 
 
 class ChatRequest(OpenAIRequest, Conversing):
-    """A request for a chat completion."""
-
     rules = oddities.CHAT
     messages: Annotated[list[Any], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
@@ -100,9 +98,6 @@ class ChatRequest(OpenAIRequest, Conversing):
             logprobs=tops(self.logprobs, self.top_logprobs),
         )
 
-    def answer(self, ask: GenerationRequest) -> Gathered:
-        return ChatAnswer(ask, "chatcmpl-", self.counted)
-
 
 def tops(wanted: bool | None, top: int | None) -> int | None:
     """As mlx-lm's server has it: the likeliest tokens may be asked for alone."""
@@ -117,7 +112,7 @@ def _prompt(found: Any) -> Any:
         found = found[0]
     if isinstance(found, str) and found:
         return found
-    if isinstance(found, list) and found and all(_is_token(item) for item in found):
+    if isinstance(found, list) and found and all(map(_is_token, found)):
         return tuple(found)
     if isinstance(found, list) and len(found) > 1 and isinstance(found[0], str | list):
         raise PydanticCustomError("prompt", "Give one prompt; send each in a request of its own")
@@ -154,21 +149,13 @@ class CompletionRequest(OpenAIRequest):
             echo=bool(self.echo),
         )
 
-    def answer(self, ask: GenerationRequest) -> Gathered:
-        return CompletionAnswer(ask, "cmpl-", self.counted)
-
 
 # ---- answers ------------------------------------------------------------------------------------
 
 
 class ChatAnswer(Gathered):
-    """A chat completion."""
-
+    prefix = "chatcmpl-"
     object, chunk_object = "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, ask: GenerationRequest, prefix: str, counted: bool) -> None:
-        super().__init__(ask, prefix)
-        self.counted = counted
 
     def call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         told = super().call(call)
@@ -194,7 +181,7 @@ class ChatAnswer(Gathered):
 
     def end(self) -> list[str]:
         frames = [self._chunk(self.last() | {"finish_reason": self.finish_reason})]
-        if self.counted:
+        if self.request.counted:
             whole = self._whole(self.chunk_object, [])
             frames.append(frame(whole | {"usage": _usage(self)}))
         return [*frames, frame("[DONE]")]
@@ -222,7 +209,6 @@ class ChatAnswer(Gathered):
 
     @property
     def finish_reason(self) -> str:
-        """Why the answer ended."""
         return self.reason
 
     def _whole(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -234,12 +220,13 @@ class ChatAnswer(Gathered):
         """A frame with this one choice."""
         choice = {"index": 0, "logprobs": None, "finish_reason": None, **choice}
         body = self._whole(self.chunk_object, [choice])
-        return frame(body | {"usage": None} if self.counted else body)
+        return frame(body | {"usage": None} if self.request.counted else body)
 
 
 class CompletionAnswer(ChatAnswer):
     """A plain completion: reasoning is text like any other, and nothing calls a tool."""
 
+    prefix = "cmpl-"
     object = chunk_object = "text_completion"
     text = ""
 
@@ -304,5 +291,7 @@ def _shown(token: str) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in bytes_of(token))
 
 
-API = Api(("/v1/chat/completions", "/chat/completions"), ChatRequest, openai_error)
-COMPLETIONS = Api(("/v1/completions", "/completions"), CompletionRequest, openai_error)
+API = Api(("/v1/chat/completions", "/chat/completions"), ChatRequest, ChatAnswer, openai_error)
+COMPLETIONS = Api(
+    ("/v1/completions", "/completions"), CompletionRequest, CompletionAnswer, openai_error
+)

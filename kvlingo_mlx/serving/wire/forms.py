@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import Message
 from kvlingo_mlx.serving.wire import BadRequest, shown
 from kvlingo_mlx.serving.wire.oddities import UNSUPPORTED
@@ -31,10 +30,10 @@ def unread(found: Any, path: str, expected: str) -> BadRequest:
     """The refusal of a value in no known form, by its kind where that is known."""
     if (name := kind_of(found)) in UNSUPPORTED:
         message = f"{path}.type is {shown(found['type'])}; {UNSUPPORTED[name]}"
-        return BadRequest(printable(message), f"{path}.type")
+        return BadRequest(message, f"{path}.type")
     given = found if isinstance(found, dict) else {}
     what = f"{shown(found)} with {', '.join(map(shown, given)):.200}" if given else shown(found)
-    return BadRequest(printable(f"{path} is {what}, expected {expected}"), path)
+    return BadRequest(f"{path} is {what}, expected {expected}", path)
 
 
 # ---- messages -----------------------------------------------------------------------------------

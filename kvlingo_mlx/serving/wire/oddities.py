@@ -6,17 +6,20 @@ the server does anyway; a kind of UNSUPPORTED is refused with its reason.
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvlingo_mlx.serving.messages import MOST
 from kvlingo_mlx.serving.wire import shown
 
 
-class Only(NamedTuple):
-    """A field that is refused but for these values; null always counts as not given."""
+class Only:
+    """A field that may have these values alone; without any, one that cannot be honoured.
 
-    why: str
-    values: tuple[Any, ...]
+    Null always counts as not given.
+    """
+
+    def __init__(self, why: str, *values: Any) -> None:
+        self.why, self.values = why, values
 
     def refusal(self, value: Any) -> str | None:
         """Why a value is refused; None if it is taken."""
@@ -56,11 +59,6 @@ def meaning(name: str, value: Any) -> Any:
     return MEANINGS.get(name, {}).get(value, value) if type(value) in (int, str) else value
 
 
-def only(why: str, *values: Any) -> Only:
-    """A field that may have these values alone; without any, one that cannot be honoured."""
-    return Only(why, values)
-
-
 def ignored(names: str) -> Rules:
     """Fields that change nothing in an answer."""
     return dict.fromkeys(names.split())
@@ -76,28 +74,28 @@ _READ_TEXT = "the models here read text alone; leave this part out, or describe 
 _WRITE_TEXT = "the models here write text alone"
 
 CACHED = ignored("cache_control")  # the server keeps every conversation's cache by itself
-TOOL = {"async": only("a call is answered by the client", False)}  # others change nothing
+TOOL = {"async": Only("a call is answered by the client", False)}  # others change nothing
 STREAM = ignored("include_obfuscation continuous_usage_stats")
 THINKING_SETTING = ignored("budget_tokens")  # how long it thinks, a model decides
-OUTPUT_SETTING = {"task_budget": only("give max_tokens")}
+OUTPUT_SETTING = {"task_budget": Only("give max_tokens")}
 TEXT_SETTING = ignored("verbosity")
 REASONING_SETTING = {
     **ignored("summary generate_summary exclude max_tokens"),
-    "context": only("the chat template says which reasoning is shown", "auto"),
-    "mode": only("models have one mode here", "standard"),
+    "context": Only("the chat template says which reasoning is shown", "auto"),
+    "mode": Only("models have one mode here", "standard"),
 }
 
 _OPENAI = {
     **ignored("user safety_identifier prompt_cache_key prompt_cache_retention"),
     **ignored("prompt_cache_options service_tier store verbosity"),
-    "moderation": only("the server has no such model"),
-    "n": only(_ONE, 1),
+    "moderation": Only("the server has no such model"),
+    "n": Only(_ONE, 1),
 }
 _MLX_LM = {
     **ignored("num_draft_tokens"),
-    "draft_model": only("the server drafts with no other model", "default_model"),
-    "adapters": only("fuse the adapter into a model, and serve that one"),
-    "role_mapping": only("messages are written by the model's own chat template"),
+    "draft_model": Only("the server drafts with no other model", "default_model"),
+    "adapters": Only("fuse the adapter into a model, and serve that one"),
+    "role_mapping": Only("messages are written by the model's own chat template"),
 }
 _LOCAL = {  # of llama.cpp, LM Studio, Ollama and vLLM
     **ignored("cache_prompt id_slot slot_id n_keep keep_alive ttl priority request_id cache_salt"),
@@ -105,18 +103,18 @@ _LOCAL = {  # of llama.cpp, LM Studio, Ollama and vLLM
     **ignored("dry_allowed_length dry_sequence_breakers dynatemp_exponent thinking_budget"),
     **dict.fromkeys(
         "guided_json guided_regex guided_choice guided_grammar structured_outputs grammar".split(),
-        only("give response_format with a JSON schema"),
+        Only("give response_format with a JSON schema"),
     ),
-    **dict.fromkeys(("tfs_z", "typical_p", "length_penalty"), only(_OFF, 1)),
-    **dict.fromkeys(("mirostat", "top_a", "dynatemp_range", "dry_multiplier"), only(_OFF, 0)),
-    "use_beam_search": only(_OFF, False),
-    "min_tokens": only(_END, 0),
-    "ignore_eos": only(_END, False),
-    "stop_token_ids": only(_END, []),
-    "include_stop_str_in_output": only("a stop text is left out", False),
-    "skip_special_tokens": only("special tokens are no text", True),
-    "n_probs": only("give top_logprobs", 0),
-    "reasoning_format": only("reasoning is told apart", "auto", "deepseek"),
+    **dict.fromkeys(("tfs_z", "typical_p", "length_penalty"), Only(_OFF, 1)),
+    **dict.fromkeys(("mirostat", "top_a", "dynatemp_range", "dry_multiplier"), Only(_OFF, 0)),
+    "use_beam_search": Only(_OFF, False),
+    "min_tokens": Only(_END, 0),
+    "ignore_eos": Only(_END, False),
+    "stop_token_ids": Only(_END, []),
+    "include_stop_str_in_output": Only("a stop text is left out", False),
+    "skip_special_tokens": Only("special tokens are no text", True),
+    "n_probs": Only("give top_logprobs", 0),
+    "reasoning_format": Only("reasoning is told apart", "auto", "deepseek"),
 }
 CHAT = {
     **_OPENAI,
@@ -127,47 +125,47 @@ CHAT = {
     # of OpenRouter, LiteLLM, Open WebUI and Mistral
     **ignored("include_reasoning usage transforms provider route models trace timeout"),
     **ignored("litellm_metadata session_id chat_id"),
-    "plugins": only(_HOSTED, []),
-    "enable_search": only(_HOSTED, False),
-    "safe_prompt": only("a system message says so", False),
-    "functions": only(_OLD_TOOLS, []),
-    "function_call": only(_OLD_TOOLS, "none", "auto"),
-    "audio": only(_WRITE_TEXT),
-    "modalities": only(_WRITE_TEXT, ["text"]),
-    "web_search_options": only(_HOSTED),
+    "plugins": Only(_HOSTED, []),
+    "enable_search": Only(_HOSTED, False),
+    "safe_prompt": Only("a system message says so", False),
+    "functions": Only(_OLD_TOOLS, []),
+    "function_call": Only(_OLD_TOOLS, "none", "auto"),
+    "audio": Only(_WRITE_TEXT),
+    "modalities": Only(_WRITE_TEXT, ["text"]),
+    "web_search_options": Only(_HOSTED),
 }
 COMPLETIONS = {
     **_OPENAI,
     **_MLX_LM,
     **_LOCAL,
-    "best_of": only(_ONE, 1),
-    "suffix": only("the models here write what follows; put it into the prompt", ""),
-    "chat_template_kwargs": only("a plain completion has no template", {}),
+    "best_of": Only(_ONE, 1),
+    "suffix": Only("the models here write what follows; put it into the prompt", ""),
+    "chat_template_kwargs": Only("a plain completion has no template", {}),
 }
 RESPONSES = {
     **_OPENAI,
     **ignored("client_metadata max_tool_calls context_management"),
-    "previous_response_id": only(_KEPT),
-    "conversation": only(_KEPT),
-    "prompt": only("the server keeps no prompts; send instructions and input"),
-    "background": only("an answer is sent as it is made", False),
-    "background_options": only("an answer is sent as it is made"),
-    "truncation": only("a conversation that is too long is refused", "disabled", "auto"),
-    "access_programs": only("the server has no such programs"),
-    "image": only(_WRITE_TEXT),
+    "previous_response_id": Only(_KEPT),
+    "conversation": Only(_KEPT),
+    "prompt": Only("the server keeps no prompts; send instructions and input"),
+    "background": Only("an answer is sent as it is made", False),
+    "background_options": Only("an answer is sent as it is made"),
+    "truncation": Only("a conversation that is too long is refused", "disabled", "auto"),
+    "access_programs": Only("the server has no such programs"),
+    "image": Only(_WRITE_TEXT),
 }
 MESSAGES = {
     **CACHED,
     **ignored("user metadata user_profile_id workspace_id diagnostics betas service_tier speed"),
     **ignored("context_management anthropic_beta anthropic_version litellm_metadata"),
-    "inference_geo": only("the server answers where it runs"),
-    "container": only("the server runs no code; declare a function"),
-    "mcp_servers": only("the server calls no other one; declare its functions as tools", []),
-    "fallbacks": only("ask another model yourself", []),
-    "fallback_credit_token": only("the server charges nothing"),
-    "billing_policy": only("the server charges nothing"),
-    "compaction": only("leave out of the messages what shall be forgotten"),
-    "thread": only(_KEPT),
+    "inference_geo": Only("the server answers where it runs"),
+    "container": Only("the server runs no code; declare a function"),
+    "mcp_servers": Only("the server calls no other one; declare its functions as tools", []),
+    "fallbacks": Only("ask another model yourself", []),
+    "fallback_credit_token": Only("the server charges nothing"),
+    "billing_policy": Only("the server charges nothing"),
+    "compaction": Only("leave out of the messages what shall be forgotten"),
+    "thread": Only(_KEPT),
 }
 COUNT = {**MESSAGES, **ignored("max_tokens stop_sequences")}
 

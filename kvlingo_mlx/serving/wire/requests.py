@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import MOST, Failure, GenerationRequest, Message, Sampling
 from kvlingo_mlx.serving.wire import BadRequest, oddities, shown
 from kvlingo_mlx.serving.wire.answers import Gathered
@@ -82,17 +81,15 @@ class Reasoning(Body):
     enabled: bool | None = None
 
 
+SWITCHED = {"enabled": True, "disabled": False}  # otherwise the model decides
+
+
 class Thinking(Body):
     """How a model reasons, as Anthropic has it."""
 
     rules = oddities.THINKING_SETTING
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     display: Literal["summarized", "omitted"] | None = None
-
-    @property
-    def on(self) -> bool | None:
-        """Whether it is switched on or off; None: the model decides."""
-        return {"enabled": True, "disabled": False}.get(self.type)
 
 
 class Extension(Body):
@@ -114,13 +111,8 @@ class Sampled(Sampling, Body):
         """The request for the engine."""
         raise NotImplementedError
 
-    def answer(self, ask: GenerationRequest) -> Gathered:
-        """What is to become its answer."""
-        raise NotImplementedError
-
     @functools.cached_property
     def toolbox(self) -> Toolbox:
-        """The tools."""
         return Toolbox([])
 
     def request(self, **own: Any) -> GenerationRequest:
@@ -159,7 +151,7 @@ class Conversing(Sampled):
         """Arguments of the chat template, of which those that it calls so itself count most."""
         switches = (
             self.enable_thinking,
-            self.thinking.on if self.thinking else None,
+            SWITCHED.get(self.thinking.type) if self.thinking else None,
             self.reasoning.enabled if self.reasoning else None,
             False if self.effort == "none" else None,
         )
@@ -198,50 +190,33 @@ class Conversing(Sampled):
 
 
 @dataclass(frozen=True)
-class Incoming:
-    """One request, understood."""
-
-    ask: GenerationRequest
-    stream: bool
-    answer: Gathered
-    left_out: tuple[str, ...] = ()  # kinds of the tools that only a provider runs
-
-
-@dataclass(frozen=True)
 class Api:
-    """An API: where it is asked, what requests are, and how it tells of a failure."""
+    """An API: where it is asked, what requests and answers are, and how it tells of a failure."""
 
     paths: tuple[str, ...]
     request: type[Sampled]
+    answer: type[Gathered]
     error: Callable[[Failure], tuple[int, dict[str, Any]]]  # status and body
     streamed: tuple[str, ...] = ()  # kinds of failures that a stream tells, whose status is 200
 
-    def read(self, body: Any) -> Incoming:
-        """What a parsed JSON body of any shape asks for.
+    def read(self, body: Any) -> Gathered:
+        """What a parsed JSON body of any shape asks for, and is to become its answer.
 
         Raises:
             BadRequest: It is not a request of this API, or asks for what the server cannot do.
         """
-        request = read_body(self.request, body)
-        ask = request.ask()
-        answer, left_out = request.answer(ask), tuple(request.toolbox.left_out)
-        answer.toolbox = request.toolbox
-        return Incoming(ask, bool(request.stream) and not ask.count, answer, left_out)
+        if not isinstance(body, dict):
+            raise BadRequest(f"the body is {shown(body)}, expected a JSON object")
+        if not sendable(body):
+            raise BadRequest("the body holds what JSON in UTF-8 cannot, or is nested too deeply")
+        try:
+            request = self.request.model_validate(body)
+        except ValidationError as error:
+            raise _refusal(error.errors(include_url=False), self.request) from None
+        return self.answer(request)
 
 
-def read_body(kind: type[Sampled], body: Any) -> Sampled:
-    """A parsed JSON body as this kind of request; raises BadRequest."""
-    if not isinstance(body, dict):
-        raise BadRequest(f"the body is {shown(body)}, expected a JSON object")
-    if not sendable(body):
-        raise BadRequest("the body holds what JSON in UTF-8 cannot, or is nested too deeply")
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise _refusal(error.errors(include_url=False), body, kind) from None
-
-
-def _refusal(errors: list[ErrorDetails], body: Any, kind: type[Body]) -> BadRequest:
+def _refusal(errors: list[ErrorDetails], kind: type[Body]) -> BadRequest:
     """The first thing that is wrong, by pydantic's words; what is of a wrong kind counts first."""
     error = min(errors, key=lambda e: e["loc"][-1:] != ("type",))
     names = [str(place)[:64] for place in error["loc"]]
@@ -259,4 +234,4 @@ def _refusal(errors: list[ErrorDetails], body: Any, kind: type[Body]) -> BadRequ
         text = f"{path} is {shown(found)}: {message}"
     if isinstance(found, str) and (name := re.sub(r"_2\d{7}$", "", found)) in UNSUPPORTED:
         text += f"; {UNSUPPORTED[name]}"
-    return BadRequest(printable(text)[:LONGEST], printable(path) or None)
+    return BadRequest(text[:LONGEST], path)

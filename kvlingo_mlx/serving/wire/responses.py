@@ -37,8 +37,6 @@ def _in_items(found: Any) -> Any:
 
 
 class ResponsesRequest(Conversing):
-    """A request for a response."""
-
     rules = oddities.RESPONSES
     input: Annotated[Annotated[list[Any], Field(min_length=1)], BeforeValidator(_in_items)]
     instructions: str | None = None
@@ -75,9 +73,6 @@ class ResponsesRequest(Conversing):
             logprobs=tops(LOGPROBS in (self.include or []), self.top_logprobs),
         )
 
-    def answer(self, ask: GenerationRequest) -> Gathered:
-        return ResponsesAnswer(ask, self.echoed())
-
     def echoed(self) -> dict[str, Any]:
         """What a response repeats of its request."""
         choice, form = self.tool_choice or "auto", self.text.format if self.text else None
@@ -100,16 +95,12 @@ class ResponsesRequest(Conversing):
 
 
 class ResponsesAnswer(Gathered):
-    """An answer in items: reasoning, a message, calls, in the order in which they come.
+    """An answer in items: reasoning, a message, calls, in the order in which they come."""
 
-    Args:
-        ask: What was asked.
-        echoed: What the response repeats of its request.
-    """
+    prefix = "resp_"
 
-    def __init__(self, ask: GenerationRequest, echoed: dict[str, Any]) -> None:
-        super().__init__(ask, "resp_")
-        self.echoed = echoed
+    def __init__(self, request: ResponsesRequest) -> None:
+        super().__init__(request)
         self.items: list[dict[str, Any]] = []
         self.open = self.created_sent = False
         self.number = -1
@@ -180,7 +171,7 @@ class ResponsesAnswer(Gathered):
             "store": False,
             "truncation": "disabled",
             "usage": None,
-            **self.echoed,
+            **self.request.echoed(),
         }
 
     def _place(self) -> dict[str, Any]:
@@ -268,4 +259,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-API = Api(("/v1/responses", "/responses"), ResponsesRequest, openai_error, ("too_long",))  # Codex
+API = Api(
+    ("/v1/responses", "/responses"), ResponsesRequest, ResponsesAnswer, openai_error,
+    streamed=("too_long",),  # Codex
+)  # fmt: skip

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import Tool
 from kvlingo_mlx.serving.wire import BadRequest, shown
 from kvlingo_mlx.serving.wire.forms import json_object, unread
@@ -48,7 +47,7 @@ class ToolKind(NamedTuple):
     def parameters(self) -> dict[str, Any]:
         """The parameters as JSON schema."""
         rows = [row.partition("=") for row in self.schema.split()]
-        types = {n.rstrip("*"): TYPES.get(t) or _one_of(t.split("|")) for n, _, t in rows}
+        types = {n.rstrip("*"): TYPES.get(t, {**TEXT, "enum": t.split("|")}) for n, _, t in rows}
         needed = [name[:-1] for name, _, _ in rows if name.endswith("*")]
         return {"type": "object", "properties": types} | ({"required": needed} if needed else {})
 
@@ -74,12 +73,9 @@ def object_in(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _one_of(values: list[str]) -> dict[str, Any]:
-    return {"type": "string", "enum": values}
-
-
+TEXT = {"type": "string"}
 TYPES = {
-    "": {"type": "string"},
+    "": TEXT,
     "whole": {"type": "integer"},
     "number": {"type": "number"},
     "switch": {"type": "boolean"},
@@ -196,7 +192,7 @@ class Toolbox:
             made = {"type": "function", "function": {**function, "name": name}}
             if tools.get(name, made) != made:
                 message = f"several tools are called {shown(name)}, expected one; rename them"
-                raise BadRequest(printable(message), "tools")
+                raise BadRequest(message, "tools")
             tools[name] = made
             self._called[name] = called
         return tools
@@ -252,7 +248,7 @@ class Toolbox:
         why = "which is also a choice; rename it" if whole else "which is not in tools; add it"
         if name in self.left_out or kind_of(given) in self.left_out:
             why = "which only a provider runs; name a tool of the client"
-        raise BadRequest(printable(f"{param} names {shown(name)}, {why}"), param)
+        raise BadRequest(f"{param} names {shown(name)}, {why}", param)
 
 
 def _inner(found: Any) -> dict[str, Any]:
@@ -263,7 +259,6 @@ def _inner(found: Any) -> dict[str, Any]:
 
 
 def tools_in(item: Any) -> list[Any]:
-    """The list of tools that an item has."""
     found = item.get("tools")
     return found if isinstance(found, list) else []
 
@@ -302,7 +297,7 @@ def _function(given: dict[str, Any], kind: ToolKind, path: str) -> dict[str, Any
         raise unread(given, path, "a function with its name and parameters")
     for field, rule in TOOL.items():
         if rule and given.get(field) is not None and (why := rule.refusal(given[field])):
-            raise BadRequest(printable(f"{path}.{field} {why}"), f"{path}.{field}")
+            raise BadRequest(f"{path}.{field} {why}", f"{path}.{field}")
     function: dict[str, Any] = {"name": name}
     if text := "\n".join(_told(given, kind)):
         function["description"] = text

@@ -137,7 +137,7 @@ class Transfer:
             names = (f"keys.{index}", f"values.{index}")
             held = [arrays[name].shape[0] for name in names if name in arrays]
             for name, side, width in zip(
-                names, (keys, values), (layer.key_width, layer.value_width), strict=True
+                names, (keys, values), (layer.width("keys"), layer.width("values")), strict=True
             ):
                 array = arrays.get(name)
                 if array is None:

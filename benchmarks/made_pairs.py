@@ -259,9 +259,9 @@ def hidden_width(pair: Pair, nu: int, times: int) -> int:
     there are as many heads on either side. Of fewer source heads each is read several times.
     """
     source, target = (model.geometry.layers[0] for model in (pair.source, pair.target))
-    read = nu * source.key_width * (target.kv_heads // source.kv_heads)
-    mixing = nu * source.key_width * target.key_width
-    return max(1, round(times * mixing / (read + target.key_width)))
+    read = nu * source.width("keys") * (target.kv_heads // source.kv_heads)
+    mixing = nu * source.width("keys") * target.width("keys")
+    return max(1, round(times * mixing / (read + target.width("keys"))))
 
 
 def trained(

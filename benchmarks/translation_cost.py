@@ -85,7 +85,7 @@ def random_translator(
 
 def random_states(source: LanguageModel, tokens: int) -> KVStates:
     """What a source might have written, evaluated."""
-    width = source.geometry.layers[0].key_width
+    width = source.geometry.layers[0].width("keys")
     keys, values = (
         tuple(mx.random.normal((1, tokens, width)) for _ in source.attentions) for _ in range(2)
     )

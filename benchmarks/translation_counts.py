@@ -404,7 +404,7 @@ class Translation:
         config, layer = self.translator.config, self.target.geometry.layers[0]
         sides, parts = self.sides(), 1 if config.head_mixing else layer.kv_heads
         batch, dtype = 2 * len(self.target.geometry.layers) * parts, sides[0].dtype
-        reads, width = config.nu * sides[0].shape[-1] // parts, layer.key_width // parts
+        reads, width = config.nu * sides[0].shape[-1] // parts, layer.width("keys") // parts
         shapes = (batch, self.tokens, reads), (batch, reads, width)
         left, right = (mx.random.normal(shape).astype(dtype) for shape in shapes)
         actions = {

@@ -109,6 +109,7 @@ def _stops(value: Any) -> bool:
 
 STOP = Kind(_stops, "a text, or a list of texts, none of it empty")
 NUMBER = whole("a whole number")
+FROM_0 = number("a number, 0 or more", lambda value: 0 <= value < math.inf)
 TOKENS = whole("a number of tokens, 0 or more", 0)
 TEXT = Kind(lambda value: isinstance(value, str), "a text")
 SWITCH = Kind(lambda value: type(value).__name__ in ("bool", "bool_"), "True or False")
@@ -288,9 +289,8 @@ class SamplingOptions(OptionGroup):
         Need("seed", "temperature sampler seed", _drawn(), 0.7, GREEDY),
     )
     temperature: float = option(
-        0.0, "Sampling temperature; 0 takes the likeliest token.", "--temp",
-        kind=number("a number, 0 or more", lambda value: 0 <= value < math.inf),
-    )  # fmt: skip
+        0.0, "Sampling temperature; 0 takes the likeliest token.", "--temp", kind=FROM_0
+    )
     top_p: float = option(
         1.0, "Nucleus sampling.",
         kind=number("a number above 0, at most 1", lambda value: 0 < value <= 1),
@@ -309,9 +309,7 @@ class SamplingOptions(OptionGroup):
     stop: list[str] | None = option(
         None, "A text before which the answer ends; may be repeated.", kind=STOP
     )
-    repetition_penalty: float | None = option(
-        None, "", kind=number("a number, 0 or more", lambda value: 0 <= value < math.inf)
-    )
+    repetition_penalty: float | None = option(None, "", kind=FROM_0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,24 +335,12 @@ class DraftOptions(OptionGroup):
     num_draft_tokens: int = option(2, "Tokens that --draft-model drafts at a time.", kind=COUNT)
 
 
+NATIVE_LAYERS = "How many first cache layers the target reads itself; auto: as tuned."
+
+
 def layers_of(text: str | None) -> int | str | None:
     """The value of ``native_layers`` as typed: a number, ``auto``, or None: as tuned."""
     return int(text) if text is not None and text.isdecimal() else text
-
-
-@dataclass(frozen=True, kw_only=True)
-class NativeOptions(OptionGroup):
-    """Which part of the prompt the target reads itself, beside what is translated."""
-
-    native_layers: str | None = option(
-        None, "How many first cache layers the target reads itself; auto: as tuned.",
-        kind=LAYERS, read=layers_of,
-    )  # fmt: skip
-    native_head: int = option(0, "First tokens that the target reads itself.", kind=TOKENS)
-    native_tail: int = option(0, "Last tokens that it reads itself.", kind=TOKENS)
-    native_middle: int = option(
-        0, "Tokens that it reads itself between these, at even distances.", kind=TOKENS
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,20 +383,8 @@ class GuardOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TranslatorOptions(OptionGroup):
-    """Which translator is used."""
-
-    translator: str | None = option(
-        None, "A folder or Hub id; default: the local store's.", kind=TRANSLATOR
-    )
-    allow_mismatch: bool = option(
-        False, "Accept a translator of other checkpoints of the same shape.", kind=SWITCH
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class HandoverOptions(TranslatorOptions, NativeOptions, HealOptions, GuardOptions):
-    """How a prompt gets from one model to another."""
+class HandoverOptions(HealOptions, GuardOptions):
+    """How a prompt gets from one model to another, and what of it the target reads itself."""
 
     NEEDS: ClassVar[tuple[Need, ...]] = (
         Need("translator allow_mismatch native_layers native_head native_tail native_middle heal "
@@ -422,6 +396,18 @@ class HandoverOptions(TranslatorOptions, NativeOptions, HealOptions, GuardOption
         kind=one_of("accelerator", "native"),
     )  # fmt: skip
     prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=COUNT)
+    translator: str | None = option(
+        None, "A folder or Hub id; default: the local store's.", kind=TRANSLATOR
+    )
+    allow_mismatch: bool = option(
+        False, "Accept a translator of other checkpoints of the same shape.", kind=SWITCH
+    )
+    native_layers: str | None = option(None, NATIVE_LAYERS, kind=LAYERS, read=layers_of)
+    native_head: int = option(0, "First tokens that the target reads itself.", kind=TOKENS)
+    native_tail: int = option(0, "Last tokens that it reads itself.", kind=TOKENS)
+    native_middle: int = option(
+        0, "Tokens that it reads itself between these, at even distances.", kind=TOKENS
+    )
 
 
 GROUPS = (SamplingOptions, CacheOptions, DraftOptions, HandoverOptions)

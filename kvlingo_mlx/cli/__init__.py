@@ -154,7 +154,9 @@ def carry_out(command: Any, arguments: list[str], name: str) -> int:
     except Exception as error:
         machines = sys.modules.get("kvlingo_mlx.machines")
         lost = machines.lost(error) if machines and launched() and not debug else None
-        if debug or not (lost or _is_users(error)):
+        # click's usage errors have a format_message, in each click on which typer may be built.
+        users = isinstance(error, KVLingoError | ValueError | OSError)
+        if debug or not (lost or users or hasattr(error, "format_message")):
             raise
         return _failed(lost or error)
 
@@ -178,13 +180,3 @@ def _in_a_line(others: Callable[..., None]) -> Callable[..., None]:
                 others(message, category, *where, **more)
 
     return show
-
-
-def _is_users(error: Exception) -> bool:
-    """Whether the user caused an error; click's usage errors have a ``format_message``.
-
-    This holds for each click on which typer may be built.
-    """
-    return isinstance(error, KVLingoError | ValueError | OSError) or hasattr(
-        error, "format_message"
-    )

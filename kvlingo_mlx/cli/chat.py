@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -16,6 +16,7 @@ from kvlingo_mlx.options import (
     ANSWER,
     BITS,
     LAYERS,
+    NATIVE_LAYERS,
     GuardOptions,
     HealOptions,
     Need,
@@ -81,10 +82,7 @@ class ChatOptions(WritingOptions, HealOptions, GuardOptions):
     sharded: list[str] | None = None
     resume: str | None = option(None, "Go on with the conversation saved in this folder.")
     save: str | None = option(None, "Save the conversation to this folder at the end.")
-    native_layers: str | None = option(
-        None, "How many first cache layers the target reads itself; auto: as tuned.",
-        kind=LAYERS, read=layers_of,
-    )  # fmt: skip
+    native_layers: str | None = option(None, NATIVE_LAYERS, kind=LAYERS, read=layers_of)
     thinking: bool | None = None
     verbatim: bool | None = option(None, "Keep earlier turns as written, thinking included.")
     allow_mismatch: bool = False
@@ -126,11 +124,10 @@ def command(options: ChatOptions) -> None:
     with history(file, lines.readline):
         chat.run()
     if options.json_file:
-        switch = conversation.last_switch
         results = {
             "messages": conversation.messages,
-            "stats": asdict(conversation.stats()),
-            "last_switch": None if switch is None else asdict(switch),
+            "stats": conversation.stats(),
+            "last_switch": conversation.last_switch,
         }
         models = {name: line.model.name for name, line in conversation.lines.items()}
         keep(options.json_file, "chat", {"models": models}, results)

@@ -42,10 +42,11 @@ SHARED = {  # by the field's name: what it does, and how it is typed
     "target": ("The target, which answers: a folder or Hub id.", "--target", "--decode-model"),
     "model": ("NAME=MODEL, a folder or Hub id; once a model. Without NAME: its last part's name.",),
     "translator": ("A folder or Hub id; default: the local store's.",),
-    "native_layers": ("How many first cache layers the target reads itself; auto: as tuned.",),
     "allow_mismatch": ("Accept a translator of other checkpoints of the same shape.",),
     "thinking": ("The chat template's thinking switch.",),
     "sharded": ("Under mlx.launch, a name whose model all hold together; default: the largest.",),
+    "head_mixing": ("Off: block-diagonal maps, head by head.",),
+    "state_maps": ("Map recurrent states, not what goes into them: much cheaper.", "--state-maps"),
     "force": ("Replace another translator there.", "--force"),
 }
 HOLD_IN_BITS = "Hold the translator's weights in 8 or 4 bits."

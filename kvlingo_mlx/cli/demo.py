@@ -51,5 +51,4 @@ def command(options: DemoOptions) -> None:
     table(title, ["pair", *ways], times)
     tell_of_machine()
     say(measure.machine_line())
-    results = {pair: result.as_json() for pair, result in found.items()}
-    keep(options.json_file, "demo", {"dialogues": SAMPLES}, results)
+    keep(options.json_file, "demo", {"dialogues": SAMPLES}, found)

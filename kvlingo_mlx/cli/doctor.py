@@ -27,6 +27,7 @@ def command(options: VerbOptions) -> None:
     ends = [f"{wrong} of {len(findings)} checks failed"] if wrong else []
     ends += [f"{n} {'thing is' if n == 1 else 'things are'} {grade}" for grade, n in counts.items()]
     say("; ".join(ends) or "all checks passed")
-    keep(options.json_file, "doctor", {}, [finding.as_json() for finding in findings])
+    graded = [{**vars(f), "grade": f.grade if f.problem else None} for f in findings]
+    keep(options.json_file, "doctor", {}, graded)
     if wrong:
         raise typer.Exit(1)

@@ -65,7 +65,11 @@ class Comparison:
         if self.public:
             say(f"every response is in {options.responses}")
         settings, more = self.record()
-        results = compare.found(outcomes) | {"translators": self._identities()} | more
+        translators = {
+            name: [{"path": str(t.path), "digest": t.digest} for t in every]
+            for name, every in self.named.items()
+        }
+        results = compare.found(outcomes) | {"translators": translators} | more
         keep(options.json_file, "eval", settings, results)
 
     # ---- before the work ------------------------------------------------------------------------
@@ -199,13 +203,6 @@ class Comparison:
                 self.models[1], self.tasks, self.line, self.journal, lambda name: step()
             )
         return [compare.outcome(task, results[task.name]) for task in self.tasks]
-
-    def _identities(self) -> dict[str, list[dict[str, str]]]:
-        """The translators' folders and digests, by name."""
-        return {
-            name: [{"path": str(t.path), "digest": t.digest} for t in every]
-            for name, every in self.named.items()
-        }
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvlingo_mlx.cli.command import COUNTS, Configured, words
-from kvlingo_mlx.options import COUNT, LAYERS, Kind, Need, layers_of, option
+from kvlingo_mlx.options import COUNT, LAYERS, NATIVE_LAYERS, Kind, Need, layers_of, option
 
 ITEMS = 64
 OWN = ("continuation", "recall", "needles")
@@ -81,10 +81,7 @@ class EvalFields(Configured):
     quantize: str | None = option(
         None, "Also compare each translator with its weights in 8 or 4 bits: 8,4.", kind=FORMS
     )
-    native_layers: str | None = option(
-        None, "How many first cache layers the target reads itself; auto: as tuned.",
-        kind=LAYERS, read=layers_of,
-    )  # fmt: skip
+    native_layers: str | None = option(None, NATIVE_LAYERS, kind=LAYERS, read=layers_of)
     tasks: str = option(
         "continuation,recall", "continuation, recall, needles, and any that lm-eval has."
     )

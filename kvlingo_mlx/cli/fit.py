@@ -34,10 +34,8 @@ class FitOptions(Configured, TwoModels):
         'relative_depth, r2, greedy, or a JSON file {"keys": [[0], ...], "values": ...}.',
     )
     nu: int = option(1, "Source layers per target layer.")
-    head_mixing: bool = option(True, "Off: block-diagonal maps, head by head.")
-    state_maps: bool = option(
-        False, "Map recurrent states, not what goes into them: much cheaper.", "--state-maps"
-    )
+    head_mixing: bool = True
+    state_maps: bool = False
     ridge: float | None = option(
         None, "Ridge, as a share of the inputs' mean square; default: chosen for each map; 0: none."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvlingo_mlx.cli.command import HOLD_IN_BITS, TwoModels, WritingOptions, verb
@@ -90,7 +90,7 @@ def command(options: GenerateVerb) -> None:
     results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES.split()}}
     for name in ("guarded", "received"):
         if (found := getattr(response, name)) is not None:
-            results[name] = asdict(found)
+            results[name] = found
     keep(options.json_file, "generate", config, results)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvlingo_mlx.cli.command import Configured, TwoModels, numbers, text_of, verb
 from kvlingo_mlx.cli.output import keep, phase, say, warn
 from kvlingo_mlx.format.kinds import KINDS, NAMES
-from kvlingo_mlx.options import COUNT, Need, among, but, number, off, one_of, option, whole
+from kvlingo_mlx.options import COUNT, FROM_0, Need, among, but, number, off, one_of, option, whole
 
 if TYPE_CHECKING:
     from kvlingo_mlx.training import command_line
@@ -20,8 +20,6 @@ HIDDEN = tuple(spec.kind for spec in KINDS if spec.has_hidden)
 UNSOLVED = tuple(spec.kind for spec in KINDS if not spec.solved)  # not solved in closed form
 STEPS = whole("a whole number, 0 or more", 0)
 ABOVE_0 = number("a number above 0", lambda value: 0 < value < float("inf"))
-FROM_0 = number("a number, 0 or more", lambda value: 0 <= value < float("inf"))
-
 
 LEAST_RATE = 5e-324  # any above 0
 
@@ -63,7 +61,7 @@ class TrainOptions(Configured, TwoModels):
     )
     out: str | None = option(None, "The translator folder to write.")
     kind: str = option("linear", f"What the maps are: {', '.join(NAMES)}.")
-    head_mixing: bool = option(True, "Off: block-diagonal maps, head by head.")
+    head_mixing: bool = True
     joint: bool = option(False, "One map over keys and values together.")
     capture: str | None = option(
         None,
@@ -76,9 +74,7 @@ class TrainOptions(Configured, TwoModels):
         "How they are chosen: relative_depth, r2 or greedy.",
         kind=one_of("relative_depth", "r2", "greedy"),
     )
-    state_maps: bool = option(
-        False, "Map recurrent states, not what goes into them: much cheaper.", "--state-maps"
-    )
+    state_maps: bool = False
     norm: str = option("frobenius", "Norm of the closed form: frobenius, attention, sink_8.")
     ridge: float | None = option(
         None,

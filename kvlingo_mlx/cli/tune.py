@@ -61,14 +61,17 @@ def command(options: TuneOptions) -> None:
     depth = len(models[1].attentions)
     layers = tuning.numbers(options.native_layers, depth)
     task = tuning.task_of(*models, options.data, options.limit, options.seed)
-    tuning.check_bounds(task, options.min_recall)
+    if options.min_recall is not None and "recall" not in task.metrics:
+        raise ValueError(
+            '--min-recall needs data that mark answers: records with "answers": ["..."]'
+        )
     line = tuning.line_up(*models, found, layers)
     with phase("tuning", len(task.items)) as step:
         points = tuning.measure(
             models[1], task, line, Journal(options.out), trials=options.trials, progress=step
         )
     _print(task, points)
-    results: dict[str, Any] = {"points": [point.as_json() for point in points]}
+    results: dict[str, Any] = {"points": points}
     if folder is None:
         say("nothing is kept; --max-kl or --min-recall keeps the fewest layers that will do")
     else:

@@ -123,17 +123,11 @@ def _over(metric: str, found: Sequence[Scored]) -> Mean:
     return over_clusters([s.scores[metric] for s in found], [s.cluster for s in found])
 
 
-def plain(table: Table) -> dict:
-    """A table as JSON values."""
-    return {g: {m: mean.as_json() for m, mean in means.items()} for g, means in table.items()}
-
-
 def found(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """All results as JSON values."""
-    seeds = {o.task: {c: list(map(plain, each)) for c, each in o.seeds.items()}
-             for o in outcomes if o.seeds}  # fmt: skip
+    """All results as a record has them."""
+    seeds = {o.task: o.seeds for o in outcomes if o.seeds}
     return {
-        "means": {o.task: {c: plain(table) for c, table in o.tables.items()} for o in outcomes},
+        "means": {o.task: o.tables for o in outcomes},
         **({"seeds": seeds} if seeds else {}),
         "items": {
             o.task: {

@@ -5,7 +5,7 @@ whole continuation, (M, V) in float32, since those from every other cache are co
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
@@ -16,25 +16,20 @@ from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
-from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.renderings import bare
-from kvlingo_mlx.tokenization.samples import asked_next, between, other_tokenizer, said
+from kvlingo_mlx.tokenization.samples import Sample, asked_next, between, other_tokenizer, said
 
 BLOCK = 256  # tokens; with a vocabulary of 150k one block is 150 MB
 
 
 @dataclass(frozen=True)
-class RecallSample:
-    """A prefix, its continuation, and the places of recalled values in the continuation."""
+class RecallSample(Sample):
+    """A sample with the places of recalled values; its continuation asks no fact twice."""
 
-    prefix: tuple[int, ...]  # token ids up to and including the header that opens the first answer
-    continuation: tuple[int, ...]  # answers and further questions; no fact is asked twice
     # For each question, the continuation indices of the value's tokens.
-    recalled: tuple[tuple[int, ...], ...]
+    recalled: tuple[tuple[int, ...], ...] = ()
     # For each question, the continuation index at which its answer begins.
     answers: tuple[int, ...] = (0,)
-    # The prefix in the tokens of two tokenizers; None where there is one tokenizer.
-    aligned: AlignedPrefix | None = field(default=None, compare=False, repr=False)
 
     @property
     def read(self) -> Prefix:
@@ -71,7 +66,7 @@ def recall_sample(
     if source is not None and other_tokenizer(source.tokenizer, model.tokenizer) is not None:
         ends = source.tokenizer, model.tokenizer
         aligned = between(dialogue.messages, *ends, enable_thinking=False).aligned
-    return RecallSample(tuple(prefix), tuple(read.ids.tolist()), recalled, answers, aligned)
+    return RecallSample(tuple(prefix), tuple(read.ids.tolist()), aligned, recalled, answers)
 
 
 @dataclass(frozen=True)

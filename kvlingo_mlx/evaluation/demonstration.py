@@ -30,10 +30,6 @@ class Demonstration:
     # from the translated one, and without the dialogue.
     answers: list[list[str]]
 
-    def as_json(self) -> dict[str, Any]:
-        scores = {name: compare.plain(table) for name, table in self.scores.items()}
-        return {"scores": scores, "latency": vars(self.latency), "answers": self.answers}
-
 
 def demonstrate(
     source_name: str, target_name: str, count: int, progress: Callable[[], None]

@@ -19,10 +19,6 @@ class Mean:
         error = "" if math.isnan(self.error) else f" +- {self.error:.3f}"
         return f"{self.value:.3f}{error}"
 
-    def as_json(self) -> dict[str, float | int | None]:
-        """Value, error and count as JSON values, with None for NaN."""
-        return {name: None if math.isnan(x) else x for name, x in vars(self).items()}
-
 
 NOTHING = Mean(math.nan, math.nan, 0)
 

@@ -111,17 +111,13 @@ def _ask_magic(keys: Sequence[str]) -> str:
     )
 
 
-def _sentence(rng: random.Random) -> str:
-    return " ".join(rng.choice(part) for part in (SUBJECTS, VERBS, OBJECTS, ENDINGS)) + "."
-
-
 MAGIC = Style(
     _draw_magic,
     "One of the special magic numbers for {key} is: {value}.",
     _ask_magic,
     "Some special magic numbers are hidden within the following text. Make sure to memorize "
     "them. I will quiz you about the numbers afterwards.\n",
-    _sentence,
+    lambda rng: " ".join(map(rng.choice, (SUBJECTS, VERBS, OBJECTS, ENDINGS))) + ".",
 )
 
 

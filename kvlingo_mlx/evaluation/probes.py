@@ -148,8 +148,7 @@ def _known(
     name: str, group: str, sample: samples.Sample, spans: tuple[tuple[int, ...], ...] = ()
 ) -> Item:
     """A prefix with its continuation; every record is a question of its own."""
-    whole = RecallSample(sample.prefix, sample.continuation, spans, aligned=sample.aligned)
-    return Item(name, group, name, whole)
+    return Item(name, group, name, RecallSample(**vars(sample), recalled=spans))
 
 
 def continuation(
@@ -326,7 +325,7 @@ def _needle(
     cluster = f"{variant}/{options.seed}/{index}"
     name, group = f"{cluster}/{length}", f"{variant}, {length}"
     question = common_prefix(prefix, tokens(made.context))
-    sample = RecallSample(prefix, (), (), aligned=both)
+    sample = RecallSample(prefix, (), both)
     return Item(name, group, cluster, sample, made.references, question)
 
 

@@ -54,12 +54,6 @@ class Point:
         recalls = self.recall.value if self.recall else -1.0
         return near and (min_recall is None or recalls >= min_recall)
 
-    def as_json(self) -> dict[str, Any]:
-        """All fields as JSON values, including every time."""
-        recall = None if self.recall is None else self.recall.as_json()
-        found = {"kl": self.kl.as_json(), "recall": recall, "seconds": list(self.seconds)}
-        return {**vars(self), **found}
-
 
 # ---- what to tune ------------------------------------------------------------------------------
 
@@ -174,28 +168,12 @@ def measure(
     return points
 
 
-def check_bounds(task: Task, min_recall: float | None) -> None:
-    """Refuse (ValueError) a bound on recall if the task does not score it, before measuring."""
-    if min_recall is not None and "recall" not in task.metrics:
-        raise ValueError(
-            '--min-recall needs data that mark answers: records with "answers": ["..."]'
-        )
-
-
-def _by_layers(points: Sequence[Point]) -> list[Point]:
-    """Those that a user could choose, with the fewest native layers first."""
-    chosen = (point for point in points if point.way in (HYBRID, NATIVE))
-    return sorted(chosen, key=lambda point: point.layers or 0)
-
-
 def smallest(
     points: Sequence[Point], *, max_kl: float | None = None, min_recall: float | None = None
 ) -> int:
     """The fewest native layers whose hybrid meets every bound; a re-prefill meets any bound."""
-    *fewer, all_layers = _by_layers(points)
-    best = next((point for point in fewer if point.meets(max_kl, min_recall)), all_layers)
-    assert best.layers is not None
-    return best.layers
+    chosen = {p.layers: p.meets(max_kl, min_recall) for p in points if p.layers is not None}
+    return min((layers for layers, meets in chosen.items() if meets), default=max(chosen))
 
 
 def keep(folder: Path, layers: int, bounds: Mapping[str, Any], points: Sequence[Point]) -> None:
@@ -203,7 +181,7 @@ def keep(folder: Path, layers: int, bounds: Mapping[str, Any], points: Sequence[
     atomically.
     """
     config, weights = translator_folder.read(folder)
-    measured = [point for point in points if point.way in (HYBRID, NATIVE)]
+    measured = [point for point in points if point.layers is not None]
     best = next(point for point in measured if point.layers == layers)
     curve = [[p.layers, p.kl.value, p.time] for p in measured]
     tuning = {**bounds, "layers_kl_seconds": curve, "measured_kl": best.kl.value}

@@ -173,16 +173,10 @@ def _locked(path: Path, until: float) -> int:
                 ) from None
             time.sleep(0.02)
         else:
-            if _names(path, file):
-                return file  # otherwise the previous holder has removed this file: try again
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), os.stat(path)):
+                    return file  # otherwise the previous holder has removed this file: try again
         os.close(file)
-
-
-def _names(path: Path, file: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def check_room(folder: Path, needed: int) -> None:

@@ -83,7 +83,9 @@ def _problems(config: TranslatorConfig, version: int) -> Iterator[str]:
         what = "maps of states" if config.state_maps else "recurrent layers"
         yield f"has {what}, which format version {version} has not"
     yield from _of_states(config)
-    yield from _of_native_layers(config)
+    depth, native = len(config.target.layers), config.provenance.get("native_layers", 0)
+    if type(native) is not int or not 0 <= native <= depth:
+        yield f"provenance.native_layers is {native!r:.60}, expected 0 to {depth}"
     row = kind_named(config.kind, config.joint, config.head_mixing)
     if config.state_maps and not row.solved:
         yield f"kind is {config.kind!r}, which has no maps of states (state_maps)"
@@ -160,10 +162,3 @@ def _of_states(config: TranslatorConfig) -> Iterator[str]:
                 f"the state of target layer {t} has one list of source layers, but "
                 f"assignment.keys has {[*keys]} and assignment.values {[*values]}"
             )
-
-
-def _of_native_layers(config: TranslatorConfig) -> Iterator[str]:
-    depth = len(config.target.layers)
-    found = config.provenance.get("native_layers", 0)
-    if type(found) is not int or not 0 <= found <= depth:
-        yield f"provenance.native_layers is {found!r:.60}, expected 0 to {depth}"

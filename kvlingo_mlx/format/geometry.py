@@ -206,19 +206,9 @@ class LayerGeometry:
             del found["recurrence"]
         return found
 
-    @property
-    def key_width(self) -> int:
-        """The width of a token's keys, all heads stacked."""
-        return self.kv_heads * self.key_dim
-
-    @property
-    def value_width(self) -> int:
-        """The width of a token's values, all heads stacked."""
-        return self.kv_heads * self.value_dim
-
     def width(self, side: str) -> int:
         """The width of a token's ``"keys"`` or ``"values"``, all heads stacked."""
-        return self.key_width if side == "keys" else self.value_width
+        return self.kv_heads * self.head_dim(side)
 
     def head_dim(self, side: str) -> int:
         """The width of one head's ``"keys"`` or ``"values"``."""

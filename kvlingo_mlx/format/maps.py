@@ -159,12 +159,6 @@ def unpaired_heads(
     return None
 
 
-def check_head_ratio(source: ModelSpec, target: ModelSpec) -> None:
-    """Refuse (ValueError) models whose heads new head-wise maps cannot pair."""
-    if (reason := unpaired_heads(source, target)) is not None:
-        raise ValueError(reason)
-
-
 def check_states(source: ModelSpec, target: ModelSpec) -> None:
     """Refuse (IncompatibleTranslatorError) models between whose states no maps lead."""
     if (reason := unmappable(source, target)) is not None:

@@ -175,7 +175,7 @@ def find_translator(
         KVLingoWarning: There are several, and receipts do not show which is best.
     """
     one = source.tokenizer_fingerprint == target.tokenizer_fingerprint
-    exact, others = list[tuple[Path, TranslatorConfig]](), list[tuple[Path, TranslatorConfig]]()
+    found: dict[tuple[bool, bool], list[tuple[Path, TranslatorConfig]]] = {}  # by what is lacking
     for path in stored_translators():
         try:
             config = translator_folder.read_config(path)
@@ -184,29 +184,20 @@ def find_translator(
         if (config.alignment is None) != one:
             continue
         ends = ((config.source, source), (config.target, target))
-        if all(matches(spec, model) for spec, model in ends):
-            exact.append((path, config))
-        elif allow_mismatch and all(matches(s, m, allow_mismatch=True) for s, m in ends):
-            others.append((path, config))
-    for found in (exact, others):
-        if suiting := [pair for pair in found if suits(pair[1])]:
-            return _best(suiting)
-    if exact or others:
-        return _best(exact or others)
-    raise MissingTranslatorError(
-        f"no translator from {source.name} to {target.name} is in the local store; "
-        f"{_advice(source, target, one)}"
-    )
-
-
-def _advice(source: LanguageModel, target: LanguageModel, one_tokenizer: bool) -> str:
-    """What to do without a translator: make one, unless ``fit`` would refuse the pair."""
-    if not one_tokenizer:
+        exact = all(matches(spec, model) for spec, model in ends)
+        if exact or (allow_mismatch and all(matches(*end, allow_mismatch=True) for end in ends)):
+            found.setdefault((not suits(config), not exact), []).append((path, config))
+    if found:
+        return _best(found[min(found)])
+    advice = to_get(source.name, target.name)
+    if not one:
         try:
             check_layers(target.geometry.layers, target.name)
-        except UnsupportedModelError as error:
-            return f"none can be made: {error}"
-    return to_get(source.name, target.name)
+        except UnsupportedModelError as error:  # by which ``fit`` would refuse the pair
+            advice = f"none can be made: {error}"
+    raise MissingTranslatorError(
+        f"no translator from {source.name} to {target.name} is in the local store; {advice}"
+    )
 
 
 def _best(found: Sequence[tuple[Path, TranslatorConfig]]) -> Path:

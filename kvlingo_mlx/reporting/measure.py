@@ -11,7 +11,8 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, is_dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,12 @@ def median(samples: Sequence[float]) -> float:
     return float(np.median(samples))
 
 
-def _cores() -> int | None:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
+def installed(package: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def environment() -> dict[str, Any]:
@@ -56,17 +58,15 @@ def environment() -> dict[str, Any]:
     ``float32_error`` is that of one product of MLX (:func:`kvlingo_mlx.backend.float32_error`),
     ``tf32`` the variable by which MLX would multiply in TF32; both None without MLX.
     """
+    usable = getattr(os, "sched_getaffinity", None)  # not on macOS
+    found = {package: installed(package) for package in PACKAGES}
     versions = {"kvlingo-mlx": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    versions |= {package: version for package, version in found.items() if version is not None}
     return {
         "device": _device(),
         "chip": _chip(),
-        "cores": _cores(),
-        "fast_blas": fast_blas(),
+        "cores": len(usable(0)) if usable else os.cpu_count(),
+        "fast_blas": blas.in_effect(),
         "system": f"{platform.system()} {platform.machine()}",
         "cuda": _cuda(),
         **_exactness(),
@@ -111,7 +111,9 @@ def record(kind: str, config: dict[str, Any], results: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Dicts, arrays and lists as JSON values, with None for numbers that are not finite."""
+    """Dataclasses, dicts, arrays and lists as JSON values; None for numbers that are not finite."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, np.ndarray):
@@ -123,7 +125,7 @@ def plain(value: Any) -> Any:
 
 def append_json(path: str, entry: dict[str, Any]) -> None:
     """Append a record as one line to a file, or write it to standard output for ``-``."""
-    line = json.dumps(entry) + "\n"
+    line = json.dumps(plain(entry)) + "\n"
     if path == "-":
         sys.stdout.write(line)
         return
@@ -154,8 +156,3 @@ def _cuda() -> str | None:
     """The GPU on which PyTorch computes; None if PyTorch was not imported or has no GPU."""
     torch = sys.modules.get("torch")
     return torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None
-
-
-def fast_blas() -> str | None:
-    """The BLAS that MLX's products call; None without MLX or not on Linux."""
-    return None if _device() is None else blas.in_effect()

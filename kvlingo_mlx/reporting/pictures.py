@@ -1,6 +1,5 @@
 """Figures as files, drawn by matplotlib, which is an optional dependency."""
 
-import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,21 +49,14 @@ def save(figure: Any, picture: str | os.PathLike[str], title: str = "") -> None:
     path = Path(picture)
     if title:
         figure.suptitle(title)
-    drawn = _drawn(figure, path.suffix[1:])
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(drawn)
+        # As large as all that is drawn: a text longer than its axes would be cut at the edge.
+        figure.savefig(partial, format=path.suffix[1:], dpi=DPI, bbox_inches="tight")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _drawn(figure: Any, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    # As large as all that is drawn: a text longer than its axes would be cut at the edge.
-    figure.savefig(buffer, format=kind, dpi=DPI, bbox_inches="tight")
-    return buffer.getvalue()
 
 
 def log_scale(axes: Any, which: str, values: Sequence[float]) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
-from kvlingo_mlx.format.maps import check_head_ratio, check_states
+from kvlingo_mlx.format.maps import check_states, unpaired_heads
 from kvlingo_mlx.format.translator_config import TranslatorConfig, capture_point
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
 
@@ -36,8 +36,8 @@ def config_of_pair(
     if not one:
         check_capture(capture)
         check_layers(layers[1], target.name)
-    if not form.get("head_mixing", True):
-        check_head_ratio(*ends)
+    if not form.get("head_mixing", True) and (reason := unpaired_heads(*ends)) is not None:
+        raise ValueError(reason)
     check_windows(*layers)
     if form.get("state_maps"):
         check_states(*ends)

@@ -9,7 +9,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -44,10 +44,6 @@ class Finding:
     problem: str | None = None  # what is wrong, and what to do about it
     grade: str = "wrong"  # what a problem makes of the installation; or ``slow``, ``inexact``
 
-    def as_json(self) -> dict[str, str | None]:
-        """Its attributes; what is sound has no grade."""
-        return {**asdict(self), "grade": self.grade if self.problem else None}
-
 
 def diagnose() -> list[Finding]:
     """All findings, in the order in which they are shown."""
@@ -59,16 +55,9 @@ def diagnose() -> list[Finding]:
     ]  # fmt: skip
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _versions() -> Iterator[Finding]:
     """MLX builds share one file: the last one wins, and removing one breaks another."""
-    builds = [name for name in BACKENDS if _installed(name)]
+    builds = [name for name in BACKENDS if measure.installed(name)]
     clash = (
         f"{' and '.join(builds)} own the same libmlx; keep one: pip uninstall -y "
         f"{' '.join(builds)}, then install that one anew"
@@ -76,7 +65,7 @@ def _versions() -> Iterator[Finding]:
     told = ", ".join(builds) or "none beside mlx itself"
     yield Finding("MLX builds", told, clash if len(builds) > 1 else None)
     for name, bounds in _tested().items():
-        found, install = _installed(name), f'pip install "{name}{bounds}"'
+        found, install = measure.installed(name), f'pip install "{name}{bounds}"'
         if found is None:
             yield Finding(name, "not installed", f"install it: {install}")
             continue
@@ -84,7 +73,7 @@ def _versions() -> Iterator[Finding]:
         problem = None if right else f"{found} is not among the tested {bounds}: {install}"
         yield Finding(name, f"{found} (tested {bounds})", problem)
     for name in OTHERS:
-        yield Finding(name, _installed(name) or "not installed (optional)")
+        yield Finding(name, measure.installed(name) or "not installed (optional)")
 
 
 def _tested() -> dict[str, str]:
@@ -110,7 +99,7 @@ def _device() -> Finding:
 
 def _blas() -> Iterator[Finding]:
     """The BLAS that MLX uses on a CPU, and its speed."""
-    name = measure.fast_blas()
+    name = blas.in_effect()
     if name is None:
         return
     with mx.stream(mx.cpu):

@@ -14,7 +14,6 @@ import numpy as np
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.tokenization.alignment import TokenAlignment
 from kvlingo_mlx.tokenization.renderings import Rendering, alignments
 
 
@@ -56,7 +55,7 @@ class AlignedPrefix:
             tuple(target.ids.tolist()),
             rows[order],
             _joined([a.assigned for a in aligned])[order],
-            _joined([_spans(a) for a in aligned]).reshape(-1, 2)[order],
+            _joined([a.groups[a.group_of][:, 2:] for a in aligned]).reshape(-1, 2)[order],
             np.flatnonzero(own),
         )
 
@@ -154,11 +153,6 @@ def check_layers(layers: Sequence[LayerGeometry], name: str) -> None:
             f"{name} cannot take over from a model of another tokenizer: it keeps windows of "
             f"{windows[0]} tokens, which count entries; choose another target"
         )
-
-
-def _spans(alignment: TokenAlignment) -> np.ndarray:
-    """(S, 2) the target start and stop of the group of each translated source token."""
-    return alignment.groups[alignment.group_of][:, 2:]
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

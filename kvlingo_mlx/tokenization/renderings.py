@@ -115,18 +115,14 @@ def alignments(source: Rendering, target: Rendering, stop: int) -> list[TokenAli
         ValueError: The renderings are of different messages.
     """
     _check_contents(source, target)
-    if _same(source, target):
+    pairs = (source.ids, target.ids), (source.ends, target.ends)
+    if source.text == target.text and all(np.array_equal(*pair) for pair in pairs):
         each = np.arange(stop)  # token by token, even those that have no end of their own
         return [TokenAlignment(np.stack([each, each + 1, each, each + 1], axis=1))]
     ours, theirs = Cuts.of(source.ends), Cuts.of(target.ends[:stop])
     both = zip(source.contents, target.contents, strict=True)
     found = (align(ours.within(a), theirs.within(b)) for a, b in both if a and b)
     return sorted((each for each in found if len(each.groups)), key=lambda each: each.target)
-
-
-def _same(source: Rendering, target: Rendering) -> bool:
-    pairs = (source.ids, target.ids), (source.ends, target.ends)
-    return source.text == target.text and all(np.array_equal(*pair) for pair in pairs)
 
 
 def _check_contents(source: Rendering, target: Rendering) -> None:

@@ -43,7 +43,7 @@ class Sample:
 
     prefix: tuple[int, ...]
     continuation: tuple[int, ...]
-    aligned: AlignedPrefix | None = field(default=None, compare=False)
+    aligned: AlignedPrefix | None = field(default=None, compare=False, repr=False)
 
     @property
     def source_prefix(self) -> tuple[int, ...]:

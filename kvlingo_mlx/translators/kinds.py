@@ -57,7 +57,7 @@ def apart(config: TranslatorConfig, weights: Weights) -> Weights:
     found: dict[str, np.ndarray] = {}
     for name, array in weights.arrays.items():
         _, layer, last = name.split(".")
-        rows = np.split(array, [config.target.layers[int(layer)].key_width])
+        rows = np.split(array, [config.target.layers[int(layer)].width("keys")])
         found |= {f"{side}.{layer}.{last}": r for side, r in zip(SIDES, rows, strict=True)}
     return Weights(weights.dtype, found)
 

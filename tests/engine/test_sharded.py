@@ -121,7 +121,7 @@ def check_counts(
     """Bytes that a rank has sent for a hand-over, and of what it has loaded, by hand."""
     assert own["loaded"] < weights_bytes(target)
     facts = 1_100 * (count - 1)  # bytes in which versions, models and the prompt are compared
-    width = sum(layer.key_width + layer.value_width for layer in source.geometry.layers)
+    width = sum(layer.width("keys") + layer.width("values") for layer in source.geometry.layers)
     states = 4 * width * (len(case["tokens"]) - 1)
     inner = 4 * source.model.args.hidden_size * (len(case["tokens"]) - 1)  # one hidden state
     sums = 2 * (len(source.geometry.layers) - 1)  # of the last layer nothing but the cache is used

@@ -27,8 +27,9 @@ WARNED = "put `import kvlingo_mlx` before mlx and mlx_lm"
 TELL = """
 import sys
 import kvlingo_mlx.backend
+from kvlingo_mlx import blas
 from kvlingo_mlx.reporting import measure
-print(measure.fast_blas())
+print(blas.in_effect())
 print(measure.machine_line().count("OpenBLAS"), measure.environment()["fast_blas"])
 """
 

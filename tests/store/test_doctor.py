@@ -46,11 +46,8 @@ def set_installed(monkeypatch: Patch, installed: dict[str, str]) -> None:
         return installed[name]
 
     wanted = ["mlx[cpu]<0.33,>=0.32.4", "mlx-lm<0.33,>=0.32.2", 'torch>=2.8; extra == "cuda"']
-    monkeypatch.setattr(
-        diagnosis, "metadata",
-        SimpleNamespace(version=version, requires=lambda name: wanted,
-                        PackageNotFoundError=metadata.PackageNotFoundError),
-    )  # fmt: skip
+    monkeypatch.setattr(diagnosis.metadata, "requires", lambda name: wanted)
+    monkeypatch.setattr(diagnosis.metadata, "version", version)
 
 
 def told(capsys: Printed, status: int) -> str:
@@ -119,7 +116,7 @@ def test_the_machine(capsys: Printed, monkeypatch: Patch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", usage)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 4096))
     monkeypatch.setattr(diagnosis.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(diagnosis.measure, "fast_blas", lambda: "bundled BLAS")
+    monkeypatch.setattr(diagnosis.blas, "in_effect", lambda: "bundled BLAS")
     monkeypatch.setattr(diagnosis.blas, "missed", lambda: "install a better one")
     out = told(capsys, 1)
     assert "wrong: open files: too few for models in many files: ulimit -n" in out

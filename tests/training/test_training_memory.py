@@ -30,7 +30,7 @@ from tests.support.trainings import random_arrays
 def shaped(layers: int, hidden: int, inner: int, heads: int, weights: int) -> Any:
     """A model of a released shape, without its weights: 8 heads of 128, a vocabulary of 151,936."""
     geometry = SimpleNamespace(
-        layers=[SimpleNamespace(key_width=1024, value_width=1024, recurrence=None)] * layers,
+        layers=[SimpleNamespace(width=lambda side: 1024, recurrence=None)] * layers,
         embedding_rows=151_936,
     )
     facts = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads}

@@ -56,7 +56,7 @@ class States:
 def check_memory(models: Sequence[LanguageModel], num_tokens: int) -> None:
     """Refuse (ValueError) states that would fill more than half of this machine's memory."""
     needed = num_tokens * sum(
-        model.cache_dtype.size * (layer.key_width + layer.value_width)
+        model.cache_dtype.size * (layer.width("keys") + layer.width("values"))
         for model in models
         for layer in model.geometry.layers
     )

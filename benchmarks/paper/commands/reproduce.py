@@ -114,21 +114,12 @@ def command(options: ReproduceOptions) -> None:
             results[entry.label] = found
     told = {label: [vars(line) for line in found.lines] for label, found in results.items()}
     config = options.some("labels tiny steps items seeds judge")
-    keep(options.json_file, "reproduce", config, _plain(told))
+    keep(options.json_file, "reproduce", config, told)
     if failed:
         raise ValueError(
             f"{len(failed)} of {len(entries)} labels are not made, as warned above: "
             f"{', '.join(failed)}; mend that, and type the same again"
         )
-
-
-def _plain(told: Any) -> Any:
-    """Means as JSON values."""
-    if isinstance(told, dict):
-        return {key: _plain(value) for key, value in told.items()}
-    if isinstance(told, list | tuple):
-        return [_plain(value) for value in told]
-    return told.as_json() if hasattr(told, "as_json") else told
 
 
 def _work(options: ReproduceOptions, progress: Any) -> Work:

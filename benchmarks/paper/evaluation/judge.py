@@ -25,6 +25,7 @@ from kvlingo_mlx.evaluation.error_bars import Mean, over_items
 from kvlingo_mlx.evaluation.journal import Responses, key_of
 from kvlingo_mlx.loading.models import Model, load
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.reporting.measure import plain
 
 Ask = Callable[[str], str]
 RATINGS = (1, 10)
@@ -254,5 +255,5 @@ def _summarise(task: dict[str, Any]) -> None:
     mean = Mean(math.nan, math.nan, 0)
     if valid:
         mean = over_items([item["scores"][metric] for item in valid])
-    task["metrics"] = {metric: mean.as_json()}
+    task["metrics"] = {metric: plain(mean)}
     task["higher_is_better"] = {metric: True}

@@ -141,11 +141,14 @@ class SwitchingLM(PrefixLM):
 class Trace(WrittenAnswer):
     """Reasoning that is being written for another model, which will write the answer."""
 
+    _reasons = False  # whether the reasoning has begun
+
     def take(self, token: int) -> bool:
         """Add a token; returns whether it closes the reasoning, or shows that there is none."""
-        self._taken(token)
-        start, begun = self.ends.start, self.text.lstrip() if not self._reasons else ""
-        return self._closed or not (self._reasons or start.startswith(begun))
+        tail = self._taken(token)
+        self._reasons = self._reasons or self.ends.reasons(self.text)
+        begins = self._reasons or self.ends.start.startswith(self.text.lstrip())
+        return self.ends.end in tail or not begins
 
     def reasoning(self) -> list[int]:
         """The tokens of the reasoning; none if the model answered without."""

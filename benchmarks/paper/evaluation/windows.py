@@ -85,7 +85,7 @@ def _windows_of(
     room = size[0] - len(begins)
     step = room + size[1]
     return [
-        RecallSample((*begins, *bare[at : at + room]), bare[at + room : at + step], ())
+        RecallSample((*begins, *bare[at : at + room]), bare[at + room : at + step])
         for at in range(0, len(bare) - step + 1, step)
     ]
 

@@ -99,7 +99,8 @@ class TorchDecoder(Decoder):
     """With PyTorch; a model whose layers have windows writes one answer at a time."""
 
     def __init__(self, target: TorchModel, make_cache: CacheMaker, batch_size: int = 8) -> None:
-        super().__init__(target, _Tokenizer(target.tokenizer), make_cache, batch_size)
+        super().__init__(target, make_cache, batch_size)
+        self.tokenizer = _Tokenizer(target.tokenizer)
         if any(layer.window is not None for layer in target.geometry.layers):
             self._size = 1
 

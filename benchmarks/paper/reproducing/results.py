@@ -140,7 +140,7 @@ def keep(work: Work, entry: Entry, result: Result) -> Path:
         "titles": result.titles,
         "columns": result.columns,
         "rows": [
-            {"names": line.names, "values": [_plain(v) for v in line.values], "paper": line.paper}
+            {"names": line.names, "values": measure.plain(line.values), "paper": line.paper}
             for line in result.lines
         ],
         "notes": notes,
@@ -166,7 +166,3 @@ def kept(room: Path, entry: Entry) -> dict[str, Any] | None:
 def slug(entry: Entry) -> str:
     """An entry's label as a file's name."""
     return entry.label.replace(":", "-")
-
-
-def _plain(value: Value) -> Any:
-    return value.as_json() if isinstance(value, Mean) else value

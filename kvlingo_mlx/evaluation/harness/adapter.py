@@ -131,17 +131,13 @@ class PrefixLM(LM):
         Continuations of one context share its cache. A context that is cut away completely scores
         minus infinity, as in MLXLM.
         """
-        groups: dict[str, list[int]] = {}
-        for index, request in enumerate(requests):
-            groups.setdefault(request.args[0], []).append(index)
-        asked = [
-            (context, [requests[i].args[1] for i in indices]) for context, indices in groups.items()
-        ]
-        found = self._respond("loglikelihood", self._score, asked)
-        scored: dict[int, tuple[float, bool]] = {}
-        for indices, scores in zip(groups.values(), found, strict=True):
-            scored.update(zip(indices, map(tuple, scores), strict=True))
-        return [scored[index] for index in range(len(requests))]
+        asked: dict[str, list[str]] = {}
+        for request in requests:
+            asked.setdefault(request.args[0], []).append(request.args[1])
+        found = self._respond("loglikelihood", self._score, list(asked.items()))
+        scores = dict(zip(asked, map(iter, found), strict=True))
+        each = (next(scores[request.args[0]]) for request in requests)
+        return [(score, greedy) for score, greedy in each]
 
     def _score(self, context: str, continuations: Sequence[str]) -> list[tuple[float, bool]]:
         prefix = self.tokens(context)
@@ -158,12 +154,11 @@ class PrefixLM(LM):
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """The log-likelihood of each text after its first token, by the target alone."""
-        asked = [(request.args[0],) for request in requests]
-        return self._respond("loglikelihood_rolling", self._score_alone, asked)
-
-    def _score_alone(self, text: str) -> float:
-        tokens = self.tokens(text)
-        return 0.0 if len(tokens) < 2 else self.decoder.score_alone(tokens)
+        return self._respond(
+            "loglikelihood_rolling",
+            lambda text: self.decoder.score_alone(self.tokens(text)),
+            [(request.args[0],) for request in requests],
+        )
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Greedy continuations up to a stop string, the end of the turn or ``max_gen_toks``.

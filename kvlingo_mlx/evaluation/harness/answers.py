@@ -8,7 +8,6 @@ from typing import Any
 
 from kvlingo_mlx.errors import KVLingoError
 
-BEGINNING = 16  # tokens within which a reasoning trace begins, if there is one
 MARGIN = 8  # tokens that may decode to nothing, or to a part of a character
 
 
@@ -39,18 +38,12 @@ class Decoder(abc.ABC):
     (ValueError below 1).
     """
 
-    def __init__(
-        self, target: Any, tokenizer: Any, make_cache: Callable[..., Any], batch_size: int
-    ) -> None:
+    def __init__(self, target: Any, make_cache: Callable[..., Any], batch_size: int = 8) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        self._target, self.tokenizer, self.make_cache = target, tokenizer, make_cache
+        self._target, self.tokenizer, self.make_cache = target, target.tokenizer, make_cache
         self._size, self.name, self.context_length = batch_size, target.name, target.context_length
-
-    @property
-    def identity(self) -> str:
-        """What tells the model from others, wherever it lies."""
-        return self._target.weights_fingerprint
+        self.identity = target.weights_fingerprint  # tells the model from others
 
     def score(
         self, tokens: Sequence[int], continuations: Sequence[Sequence[int]]
@@ -69,7 +62,7 @@ class Decoder(abc.ABC):
 
     def score_alone(self, tokens: Sequence[int]) -> float:
         """The log-likelihood of the tokens after the first, read by the model itself."""
-        return self._follow(tokens, self._empty())[0]
+        return self._follow(tokens, self._empty())[0] if len(tokens) > 1 else 0.0
 
     @abc.abstractmethod
     def write(self, wanted: Sequence[TextToWrite]) -> Iterator[TextToWrite]:
@@ -148,10 +141,7 @@ class WrittenAnswer:
     def __init__(self, tokenizer: Any, ends: Ends, trace: Sequence[int] = ()) -> None:
         self.tokens, self.ends = list(trace), ends
         self._decode = tokenizer.decode
-        marks = [*ends.stops, ends.end]
-        self._tail = max(len(mark.encode()) for mark in marks) + MARGIN
-        self._reasons = ends.reasons(self.text)
-        self._closed = bool(ends.end) and ends.end in self.text
+        self._tail = max(len(mark.encode()) for mark in (*ends.stops, ends.end)) + MARGIN
 
     @property
     def text(self) -> str:
@@ -164,18 +154,12 @@ class WrittenAnswer:
         The last tokens alone are decoded, which is a hint: the whole text decides.
         """
         tail = self._taken(token)
-        if self._reasons and not self._closed:
-            return False
         return any(stop in tail for stop in self.ends.stops) and self.ends.stopped(self.text)
 
     def _taken(self, token: int) -> str:
         """Add a token; returns the text of the last ones."""
         self.tokens.append(token)
-        if len(self.tokens) <= BEGINNING:
-            self._reasons = self.ends.reasons(self.text)
-        tail = self._decode(self.tokens[-self._tail :])
-        self._closed = self._closed or (bool(self.ends.end) and self.ends.end in tail)
-        return tail
+        return self._decode(self.tokens[-self._tail :])
 
     def found(self) -> str:
         """The answer, without reasoning and without what follows a stop string."""

@@ -12,7 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix
+from kvlingo_mlx.evaluation.conditions import CacheMaker, target_ids
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.renderings import Messages, Rendering, chat, text_of
 
@@ -39,11 +39,7 @@ class Contexts:
 
     def aligning(self, make: CacheMaker) -> CacheMaker:
         """A condition that is given prefixes as both models read them."""
-
-        def aligned(prefix: Prefix) -> list:
-            return make(prefix if isinstance(prefix, AlignedPrefix) else self.aligned(prefix))
-
-        return aligned
+        return lambda prefix: make(self.aligned(target_ids(prefix)))
 
     def aligned(self, tokens: Sequence[int]) -> AlignedPrefix:
         """A context's target tokens beside the source's.

@@ -12,24 +12,16 @@ from kvlingo_mlx.engine.batches import Batch, Row
 from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.errors import NotEnoughMemoryError
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.evaluation.conditions import CacheMaker
 from kvlingo_mlx.evaluation.continuation import log_probabilities
 from kvlingo_mlx.evaluation.harness.answers import Decoder, TextToWrite
 from kvlingo_mlx.loading.notes import tell
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import wired
 
-BATCH_SIZE = 8
 GREEDY = Choice(None, None, None, ())
 
 
 class MLXDecoder(Decoder):
     """On MLX; fewer answers are written at once while memory is short."""
-
-    def __init__(
-        self, target: LanguageModel, make_cache: CacheMaker, batch_size: int = BATCH_SIZE
-    ) -> None:
-        super().__init__(target, target.tokenizer, make_cache, batch_size)
 
     def _empty(self) -> list:
         return conditions.empty(self._target)

@@ -21,6 +21,7 @@ from kvlingo_mlx.errors import needs_extra
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items
 from kvlingo_mlx.evaluation.harness import task_loading
 from kvlingo_mlx.evaluation.journal import Responses
+from kvlingo_mlx.reporting import measure
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.conditions import CacheMaker
@@ -111,8 +112,8 @@ def run(
     with quiet():
         loaded = loaded_tasks(target, tasks, include_path, added, files, seed, metadata)
         model.check_tasks(loaded["tasks"])
-        task_loading.check_safe(loaded["tasks"], unsafe_code)
-        task_loading.set_examples(loaded["tasks"], num_fewshot, seed, added.apart(files))
+        examples = num_fewshot, seed, added.apart(files), unsafe_code
+        task_loading.set_examples(loaded["tasks"], *examples)
         evaluated = evaluate(  # without its bootstrap, which starts processes: our errors are ours
             lm=model, task_dict=loaded, limit=limit, apply_chat_template=model.use_chat_template,
             fewshot_as_multiturn=True, bootstrap_iters=0, confirm_run_unsafe_code=unsafe_code,
@@ -229,7 +230,7 @@ def _metrics(values: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> d
             own = over_items(scores)
             same = math.isclose(own.value, mean.value, rel_tol=1e-9, abs_tol=1e-12)
             mean = own if same else mean
-        found[name] = mean.as_json()
+        found[name] = measure.plain(mean)
     return found
 
 

@@ -132,25 +132,25 @@ def splits(place: str) -> dict[str, str]:
     return dict.fromkeys(("train", "validation", "test"), str(path))
 
 
-def check_safe(tasks: Mapping[str, Any], unsafe_code: bool) -> None:
-    """Refuse (ValueError) tasks that run code which a model wrote, unless that is allowed."""
+def set_examples(
+    tasks: Mapping[str, Any],
+    num_fewshot: int | None,
+    seed: int,
+    files: Mapping[str, str],
+    unsafe_code: bool,
+) -> None:
+    """Set the number of examples as lm-eval's own command line does.
+
+    Raises:
+        ValueError: A task shows examples of another split, and one local file holds all. Or it
+            runs code which a model wrote, and ``unsafe_code`` does not allow that.
+    """
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
             raise ValueError(
                 f"the task {name} runs code that the model wrote; allow it explicitly "
                 "(--confirm-run-unsafe-code)"
             )
-
-
-def set_examples(
-    tasks: Mapping[str, Any], num_fewshot: int | None, seed: int, files: Mapping[str, str]
-) -> None:
-    """Set the number of examples as lm-eval's own command line does.
-
-    Raises:
-        ValueError: A task shows examples of another split, and one local file holds all.
-    """
-    for name, task in tasks.items():
         default = task.get_config("num_fewshot")
         shown = default if num_fewshot is None or default == 0 else num_fewshot
         task.set_config(key="num_fewshot", value=shown or 0)

@@ -157,7 +157,7 @@ def _learning(
     scores = SCORES * _fact(target, HEADS) * answer * (prefix + answer)
     layer = size * (BACKWARD * answer * _wide(target) + scores)
     by_token = [g for g in target.geometry.layers if not kept or g.recurrence is None]
-    widest = max(each.key_width + each.value_width for each in by_token)
+    widest = max(each.width("keys") + each.width("values") for each in by_token)
     maps: float = MAPS * FLOAT * prefix * widest
     rule, steps = _steps(target)
     if rule:
@@ -174,7 +174,7 @@ def _inputs_bytes(model: LanguageModel, tokens: int) -> int:
     if model.address is not None:
         return 0
     recurrent = (each for each in model.geometry.layers if each.recurrence is not None)
-    widths = (each.key_width + each.value_width for each in recurrent)
+    widths = (each.width("keys") + each.width("values") for each in recurrent)
     return model.cache_dtype.size * tokens * sum(widths)
 
 

@@ -113,7 +113,7 @@ def test_a_model_goes_on_from_its_own_translated_states(name: str) -> None:
     target, tokens = made(name), 21
     spec = target.spec()
     config = TranslatorConfig(spec, spec, by_depth(spec.layers, spec.layers))
-    eye = torch.eye(config.target.layers[0].key_width)
+    eye = torch.eye(config.target.layers[0].width("keys"))
     tensors = dict.fromkeys(expected_shapes(config, ()), eye)
     fast = PrefixTranslation.build(config, tensors, target, tokens)
     scene = Scene.of(target.spec(), target, tokens)

@@ -30,6 +30,7 @@ from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import atomic, tensor_file, translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.store.importing import import_translator
+from tests.support.fixtures import Patch
 from tests.support.translator_folders import (
     BROKEN_FILES,
     CARD,
@@ -697,7 +698,7 @@ errors = pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 timing = pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 
 
-def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, after: bool) -> Faulty:
+def inject(monkeypatch: Patch, name: str, at: int, error: type, after: bool) -> Faulty:
     """Make the ``at``-th call of one of the writer's functions fail."""
     owner: Any = translator_folder
     if name == "os.rename":  # a file system that cannot exchange two folders at once
@@ -715,7 +716,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, aft
 @pytest.mark.parametrize(("name", "call"), [*STEPS, ("os.rename", 2), ("atomic.exchange", 1)])
 def test_a_failure_keeps_what_was_there(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     name: str,
     call: int,
     error: type[BaseException],
@@ -744,7 +745,7 @@ def test_a_failure_keeps_what_was_there(
 
 
 def test_the_only_copy_survives_when_it_cannot_be_moved_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     old = contents(write(tmp_path / "t", seed=1))
     monkeypatch.setattr(atomic, "exchange", lambda *_: False)
@@ -810,9 +811,7 @@ def test_one_writer_of_a_folder_at_a_time(tmp_path: Path) -> None:
     assert holder.returncode == 0 and listing(tmp_path) == ["t"]
 
 
-def test_a_disk_that_is_too_small_is_found_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small_is_found_first(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(OSError, match=r"the disk is full: t needs 0\.0 MB and 0\.0 MB are free"):
         write(tmp_path / "new" / "t")

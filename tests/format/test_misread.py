@@ -42,9 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": WINDOW},
     "window, not used": {"sliding_window": WINDOW, "use_sliding_window": False},
     "window, used": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
-    "window, listed": {
-        "sliding_window": WINDOW, "use_sliding_window": True, "layer_types": MIXED
-    },
+    "window, listed": {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": MIXED},
     "half rotated": {"partial_rotary_factor": 0.5},
     "no share": {"partial_rotary_factor": DROP},
     "no base": {"rope_theta": DROP},
@@ -54,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "capped": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "halves": {"rope_interleave": False},
     "both ways": {"use_bidirectional_attention": True},
-}  # fmt: skip
+}
 # Where transformers passes over what the config says and mlx-lm does it: not mlx-lm's fault.
 AHEAD = {("llama", "window, listed"), ("ministral3", "window, listed")}
 # What transformers runs for none of ours, or under names of weights that mlx-lm does not read.

@@ -14,7 +14,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.pairing import check_tokenizers
 from tests.support import TESTS
-from tests.support.fixtures import Folders, Models, Patch, Printed
+from tests.support.fixtures import Folders, Logged, Models, Patch, Printed
 from tests.support.identity import TOKENS, identity_of
 from tests.support.translator_folders import TENSORS, store
 
@@ -101,9 +101,7 @@ def test_prompts_of_other_kinds(models: Models, prompt: Any, text: str) -> None:
             use(model, model, prompt, translator=identity_of(model))
 
 
-def test_prompts_are_not_logged(
-    models: Models, caplog: pytest.LogCaptureFixture, capsys: Printed
-) -> None:
+def test_prompts_are_not_logged(models: Models, caplog: Logged, capsys: Printed) -> None:
     """Row 59: at no level of any library, whether it goes well or not."""
     model, secret = models["dense"], "the canary sings at midnight"
     translator = identity_of(model)

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,7 +14,7 @@ import pytest
 from kvlingo_mlx.serving.scheduler import Scheduler
 from tests.support import tiny
 from tests.support.engines import SEEN, Seen
-from tests.support.fixtures import Temp
+from tests.support.fixtures import Folders, Temp
 from tests.support.real_templates import FAMILIES, NAMES, Family, reference, rendered, write_real
 from tests.support.router_sessions import CHAT_TOOLS, FACT, AgentSession, missing, new_words, walk
 from tests.support.serving import Running, running
@@ -50,7 +49,7 @@ class Served:
         return self.prompt(model, self.usage.input_tokens + self.usage.cache_read_input_tokens)
 
 
-def clients(server: Running, folders: dict[str, Path]) -> Served:
+def clients(server: Running, folders: Folders) -> Served:
     own = {"api_key": "none", "max_retries": 0, "timeout": 60}
     return Served(
         openai.OpenAI(base_url=f"{server.url}/v1", **own),

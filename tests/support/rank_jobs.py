@@ -116,9 +116,7 @@ def training(case: Case) -> Found:
     }
 
 
-WORK: dict[str, Callable[[Case], Found]] = {
-    "talk": talk, "fit": fit, "training": training,
-}  # fmt: skip
+WORK: dict[str, Callable[[Case], Found]] = {"talk": talk, "fit": fit, "training": training}
 
 
 def main() -> None:

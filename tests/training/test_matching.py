@@ -20,7 +20,7 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.recipe import MATCHING, Recipe
 from kvlingo_mlx.training.runtime import matched_positions, pair_of
 from kvlingo_mlx.training.trainer import Trainer
-from tests.support.fixtures import Folders, Models
+from tests.support.fixtures import Folders, Models, Patch, Temp
 from tests.support.trainings import Random, random_arrays
 from tests.support.two_tokenizers import TALK, write_mistral, write_qwen
 
@@ -130,7 +130,7 @@ def wrong_share(
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_the_error_is_that_of_plain_loops(
-    models: Models, folders: Folders, runtime: str, monkeypatch: pytest.MonkeyPatch
+    models: Models, folders: Folders, runtime: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("kvlingo_mlx.training.runtime.QUERIES", 7)
     tokens = np.random.default_rng(0).integers(5, 280, 24).tolist()
@@ -144,7 +144,7 @@ def test_the_error_is_that_of_plain_loops(
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def two(tmp_path_factory: Temp) -> Folders:
     """Two models of two tokenizers."""
     root = tmp_path_factory.mktemp("two")
     return {"mistral": write_mistral(root / "mistral"), "qwen": write_qwen(root / "qwen")}
@@ -156,9 +156,7 @@ def talk_of(pair: Any) -> Sample:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_between_two_tokenizers_too(
-    two: Folders, runtime: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_between_two_tokenizers_too(two: Folders, runtime: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr("kvlingo_mlx.training.runtime.QUERIES", 10_000)
     pair = pair_on(runtime, two, ("mistral", "qwen"))
     sample = talk_of(pair)
@@ -233,7 +231,7 @@ def test_a_training_that_matches_lowers_the_error_and_goes_on(
 
 @pytest.mark.parametrize("mixing", [True, False])
 def test_what_a_training_matches_is_lengthened_before_stage_2(
-    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixing: bool
+    folders: Folders, tmp_path: Path, monkeypatch: Patch, mixing: bool
 ) -> None:
     """Its keys deviate from their mean as many times more than those of the same training without
     that; its values are the same."""

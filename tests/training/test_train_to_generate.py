@@ -16,6 +16,7 @@ from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.loading.grading import Agreement, Receipt
 from tests.support import tiny
+from tests.support.fixtures import Patch, Printed
 from tests.support.opened import quantised
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,7 +68,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_told(monkeypatch: Patch) -> None:
     """As in a new process, and without the conversations that `verify` would decode."""
     monkeypatch.setattr(notes, "_told", set())
     found = Agreement(Receipt(0.03, 0.95, 0, 0.5), 8, 65)
@@ -106,7 +107,7 @@ def test_from_train_to_generate(
     tmp_path: Path,
     data: Path,
     store: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Printed,
     device: str,
     stored: str,
     more: tuple[str, ...],
@@ -128,9 +129,7 @@ def test_from_train_to_generate(
     assert out.name not in said.out and "source" in said.out  # `list` takes the imported one
 
 
-def test_pytorch_refuses_4_bits_in_a_line(
-    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pytorch_refuses_4_bits_in_a_line(tmp_path: Path, data: Path, capsys: Printed) -> None:
     pytest.importorskip("torch")
     models = [written(tmp_path, role, "4 bits") for role in ("source", "target")]
     words = ["--steps", "0", "--data", str(data), "--out", str(tmp_path / "made")]
@@ -142,7 +141,7 @@ def test_pytorch_refuses_4_bits_in_a_line(
 
 @pytest.mark.parametrize("kept", ["bfloat16", "float16"])
 def test_norms_that_0_1_0_rounded_are_recognised_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: str
+    tmp_path: Path, capsys: Printed, kept: str
 ) -> None:
     """One line an end; other norms are refused. Rounded by MLX, of what the model holds."""
     names = ("source", "target", "other")

@@ -54,9 +54,7 @@ QWEN = ("qwen3", "qwen3_moe")
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 KINDS = [LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL, LOCAL]
 # Tiny models of families whose caches are unlike the common one.
-UNLIKE = (
-    "gemma4", "gemma4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "converted_mla"
-)  # fmt: skip
+UNLIKE = ("gemma4", "gemma4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "converted_mla")
 UNLIKE_PAIRS = (
     ("gemma4", "gemma4_moe"),  # other depth, head widths, and ratio of local to global layers
     ("gemma4_moe", "gemma4"),

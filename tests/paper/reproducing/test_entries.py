@@ -35,6 +35,7 @@ from benchmarks.paper.reproducing.work import TINY, Heard, Work
 from benchmarks.paper.training.paper_pairs import filled
 from kvlingo_mlx.errors import KVLingoError, MissingModelError, NotEnoughMemoryError
 from kvlingo_mlx.training.plan import TrainingPlan
+from tests.support.fixtures import Patch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -204,7 +205,7 @@ def test_made_models_are_asked_as_the_paper_has_them() -> None:
 
 @pytest.mark.parametrize("there", [(), LATENTS[:1], LATENTS])
 def test_a_missing_made_model_is_refused_before_anything_is_read(
-    there: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: tuple[str, ...], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """With both of them there, the entry is made."""
     monkeypatch.setitem(MAKERS, "scores", lambda entry, work: Result((), (), ()))
@@ -250,9 +251,7 @@ def test_rates_are_stated_or_swept(wanted: Wanted, swept: bool, first: Wanted | 
     assert not settings(Work(Path("room"), size=TINY), wanted)[1].get("sweep", False)
 
 
-def test_what_cannot_run_is_refused_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_run_is_refused_before_it_begins(tmp_path: Path, monkeypatch: Patch) -> None:
     said: list[str] = []
     work = Work(tmp_path, heard=Heard(warn=said.append))
     monkeypatch.setattr(Work, "trains", "cpu")

@@ -37,6 +37,7 @@ from tests.support.translator_folders import (
     CODES,
     CONFIG,
     FIRST,
+    GONE,
     HEAD_WISE,
     LAST,
     LAYOUTS,
@@ -57,8 +58,10 @@ from tests.support.translator_folders import (
     pack,
     probe_input,
     probes_of,
+    put_at,
     put_config,
     put_tensors,
+    refuse,
     repack,
     shapes_of,
     store,
@@ -80,19 +83,6 @@ each_dtype = pytest.mark.parametrize("dtype", CODES)
 def folder(tmp_path: Path) -> Path:
     """A sound head-mixing translator in float32."""
     return store(tmp_path / "sound")
-
-
-def refuse(folder: Path, *words: str, names: Path | str = CONFIG) -> None:
-    """``read`` must refuse ``folder`` in one line that names the file and holds ``words``."""
-    with pytest.raises(MalformedTranslatorError) as caught:
-        translator_folder.read(folder)
-    assert type(caught.value) is MalformedTranslatorError
-    message = str(caught.value)
-    assert message.isprintable(), "more than one line, or control characters"
-    assert len(message) < 1000
-    assert str(folder / names) in message
-    for word in words:
-        assert word in message
 
 
 @each_dtype
@@ -240,7 +230,6 @@ def test_wrong_tensors(tmp_path: Path, layout: Layout) -> None:
 
 
 def replace(arrays: Arrays, name: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Put a changed tensor in another's place."""
     arrays[name] = np.ascontiguousarray(change(arrays[name]))
 
 
@@ -301,21 +290,12 @@ def test_a_header_beyond_100_megabytes(folder: Path) -> None:
     assert peak < 10 * 2**20
 
 
-GONE = object()
 Place = tuple[str | int, ...]
 
 
 def changed(place: Place, value: Any, layout: Layout = MIXING) -> Json:
     """A sound config with one value replaced, or removed (``GONE``)."""
-    data = config_json(layout)
-    parent: Any = data
-    for step in place[:-1]:
-        parent = parent[step]
-    if value is GONE:
-        del parent[place[-1]]
-    else:
-        parent[place[-1]] = value
-    return data
+    return put_at(config_json(layout), place, value)
 
 
 # Where a config has objects, but for provenance, which is free.
@@ -570,15 +550,12 @@ def test_wrong_probes(folder: Path, damage: Probes, word: str) -> None:
     refuse(folder, word, names=SELFTEST)
 
 
-FOREIGN = (
-    ("notes.txt",),
-    (CONFIG, "notes.txt"),
-    (CONFIG, ".git/config"),
-    ("config.json", "model.safetensors"),
-)
-
-
-@pytest.mark.parametrize("names", FOREIGN, ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [("notes.txt",), (CONFIG, "notes.txt"), (CONFIG, ".git/config"),
+     ("config.json", "model.safetensors")],
+    ids=str,
+)  # fmt: skip
 def test_a_destination_that_is_not_ours(tmp_path: Path, names: tuple[str, ...]) -> None:
     folder = tmp_path / "thesis"
     for name in names:

@@ -1,6 +1,5 @@
 """Faults whose refusals the other files leave out; which row is shown where stands in FAULTS.md."""
 
-import json
 import logging
 import re
 import shutil
@@ -16,6 +15,7 @@ from kvlingo_mlx.loading.pairing import check_tokenizers
 from tests.support import TESTS
 from tests.support.fixtures import Folders, Logged, Models, Patch, Printed
 from tests.support.identity import TOKENS, identity_of
+from tests.support.tiny import amend
 from tests.support.translator_folders import TENSORS, store
 
 FAULTS = TESTS / "FAULTS.md"
@@ -50,8 +50,7 @@ def test_a_models_own_code_is_not_run(folders: Folders, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(folders["dense"], tmp_path / key))
         (folder / "evil.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
         for file in ("config.json", "tokenizer_config.json"):
-            config = json.loads((folder / file).read_text())
-            (folder / file).write_text(json.dumps({**config, key: value}))
+            amend(folder / file, **{key: value})
         if key == "model_file":
             with pytest.raises(kv.MissingModelError, match="cannot be loaded .*evil.py"):
                 kv.load(folder)

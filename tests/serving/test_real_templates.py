@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -60,8 +61,7 @@ def clients(server: Running, folders: Folders) -> Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: Temp) -> Iterator[Served]:
-    root = tmp_path_factory.mktemp("real")
+def served(root: Path) -> Iterator[Served]:
     folders = {family.name: write_real(root / family.name, family) for family in FAMILIES}
     models = {name: str(folder) for name, folder in folders.items()}
     with running(root, SEEN, models=models, keep_conversations=False) as server:

@@ -116,15 +116,16 @@ def repliqa(count: int = 10) -> list[dict[str, Any]]:
 
 
 def multichallenge() -> list[dict[str, Any]]:
+    """As its authors write it, and as the Hub has it."""
+    said = [("user", "Be polite."), ("assistant", "Gladly."), ("user", "I like it."),
+            ("assistant", "Good."), ("user", "Bye.")]  # fmt: skip
     return [
-        {
-            "QUESTION_ID": "m1",
-            "AXIS": "SELF_COHERENCE",
-            "TARGET_QUESTION": "Is it polite?",
-            "PASS_CRITERIA": "YES",
-            "CONVERSATION": [{"role": "user", "content": "Be polite."}],
-        }
-    ]
+        {"QUESTION_ID": "m1", "AXIS": "SELF_COHERENCE", "TARGET_QUESTION": "Is it polite?",
+         "PASS_CRITERIA": "YES", "CONVERSATION": [{"role": r, "content": c} for r, c in said]},
+        {"question_id": "m2", "axis": "SELF_COHERENCE", "target_question": "Is it rude?",
+         "pass_criteria": "NO", "num_turns": 1,
+         "conversation": {"role": ["user"], "content": ["Bye."]}},
+    ]  # fmt: skip
 
 
 def quac(dialogues: int = 3, turns: int = 8) -> list[dict[str, Any]]:

@@ -524,7 +524,7 @@ def test_mixtures() -> None:
             Mixture(**facts)
 
 
-def test_plain_text_windows(tmp_path: Path, qwen3: Any) -> None:
+def test_plain_text_windows(tmp_path: Path) -> None:
     words = dialogues.NAMES + dialogues.CITIES
     rng = random.Random(1)
     books = [" ".join(rng.choice(words) for _ in range(n)) for n in (20, 900, 20_000, 1000, 800)]

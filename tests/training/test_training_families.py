@@ -16,7 +16,6 @@ from tests.support import plain_models, tiny
 from tests.support.fixtures import Folders, Models, Patch
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file  # noqa: E402
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration  # noqa: E402
@@ -68,9 +67,8 @@ KL = objective_named("kl")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(root: Path) -> dict[str, Path]:
     """Model folders by name; a narrow source and the multimodal wrapper of one beside the rest."""
-    root = tmp_path_factory.mktemp("families")
     found = {name: tiny.write_model(root, name) for name in NAMES}
     found["narrow"] = tiny.write_tiny_model(
         root / "narrow", "gemma3_text", seed=10, layers=7, kv_heads=2, head_dim=16

@@ -29,7 +29,7 @@ from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from tests.support import hybrid_models, trainings
-from tests.support.fixtures import Models, Printed, Temp
+from tests.support.fixtures import Models, Printed
 
 WIDER = {"linear_key_head_dim": 12, "linear_num_value_heads": 6, "linear_value_head_dim": 20}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,9 +46,11 @@ DELTA, MAMBA, CONVOLUTIONS = (
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory: Temp) -> Models:
-    root, write = tmp_path_factory.mktemp("hybrids"), hybrid_models.write_hybrid_model
-    return {name: kv.load(write(root / name, kind, **m)) for name, (kind, m) in TINY.items()}
+def hybrids(root: Path) -> Models:
+    return {
+        name: kv.load(hybrid_models.write_hybrid_model(root / name, kind, **m))
+        for name, (kind, m) in TINY.items()
+    }
 
 
 def by_hand(
@@ -128,10 +130,6 @@ def test_gradients_of_maps_of_states(
         assert np.abs(mine - theirs).max() < 2e-3 * np.abs(theirs).max(), name
 
 
-def curve(out: Path) -> list[dict[str, Any]]:
-    return trainings.log_of(out.with_name(f"{out.name}.log.jsonl"))
-
-
 @pytest.mark.parametrize(
     ("pair", "rate", "options"),
     [
@@ -150,7 +148,7 @@ def test_the_loss_falls(
     """Of held-out conversations; the best translator is kept, by mlx-lm's own recurrences."""
     stream = trainings.Random(different=2)
     trainings.training(hybrids, tmp_path / "t", (rate,), pair=pair, stream=stream, **options).run()
-    losses = [line["held_out"][0] for line in curve(tmp_path / "t")]
+    losses = [line["held_out"][0] for line in trainings.log_of(tmp_path / "t")]
     assert len(losses) == 4 and min(losses) < 0.8 * losses[0]
     kept = kv.load_translator(tmp_path / "t")
     assert kept.config.state_maps == bool(options)

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
 import numpy as np
 import pytest
 
@@ -19,6 +17,7 @@ from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
 from tests.support.command_line import run
 from tests.support.fixtures import Models, Pair, Patch, Printed
+from tests.support.guards import logs
 
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
 PAIR = ["paper eval", "--source", ENDS[0], "--target", ENDS[1], "--tasks", "continuation"]
@@ -81,13 +80,10 @@ def test_a_sweep_reads_a_prefix_once(twins: Pair, monkeypatch: Patch) -> None:
     for j in range(5):
         total = 0.0
         for sample in samples:
-            logs = []
-            for made in (conditions.native(target), reuse.reused(source, target, j)):
-                cache = made(sample.prefix)
-                tokens = mx.array([[sample.prefix[-1], *sample.continuation[:-1]]])
-                row = np.array(target.model(tokens, cache=cache)[0].astype(mx.float32), np.float64)
-                logs.append(row - np.log(np.exp(row).sum(-1, keepdims=True)))
-            total += float((np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1).mean())
+            tokens = [sample.prefix[-1], *sample.continuation[:-1]]
+            makers = conditions.native(target), reuse.reused(source, target, j)
+            native, mine = (logs(target, made(sample.prefix), tokens) for made in makers)
+            total += float((np.exp(native) * (native - mine)).sum(-1).mean())
         assert kls[j] == pytest.approx(total / 3, abs=1e-5)
 
 
@@ -107,7 +103,7 @@ def test_the_verb_counts_what_reuse_computes(
     assert shares["DroidSpeak, 0 of 4 recomputed"] == 0.0 and shares["native"] == 1.0
 
 
-def test_the_profiler_recomputes_no_more_than_it_must(tmp_path: Path, models: Models) -> None:
+def test_the_profiler_recomputes_no_more_than_it_must(tmp_path: Path) -> None:
     """A source that differs in its last layer's keys alone needs every layer recomputed."""
     shape = {"layers": 4, "kv_heads": 2, "head_dim": 32}
     folder = tiny.write_tiny_model(tmp_path / "m", "qwen3", seed=1, **shape)

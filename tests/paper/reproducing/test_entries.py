@@ -52,25 +52,19 @@ def test_every_label_of_the_paper_has_an_entry() -> None:
     assert len(LABELS) == 75
     assert {(e.kind, e.label) for e in ENTRIES} == {(kind, label) for kind, label in LABELS}
     assert len(ENTRIES) == len(LABELS)
+    assert set(tables()) == {label for kind, label in LABELS if kind == "table"}
 
 
 def test_every_entry_is_made_or_has_a_reason() -> None:
+    """All is every label that is made."""
     for entry in ENTRIES:
         if entry.maker not in MAKERS:
             assert entry.maker == "protocol"
             assert (ROOT / entry.why).exists(), f"{entry.label} names {entry.why}"
-
-
-def test_all_is_every_label_that_is_made() -> None:
     made = [entry for entry in ENTRIES if entry.maker in MAKERS]
     assert named(["all"]) == made and len(made) > 60
     with pytest.raises(ValueError, match="no table or figure 'all'"):
         named(["all", "tab:cost"])
-
-
-def test_every_table_of_numbers_is_data() -> None:
-    have = set(tables())
-    assert have == {label for kind, label in LABELS if kind == "table"}
 
 
 @pytest.mark.parametrize("entry", SCORES, ids=lambda entry: entry.label)

@@ -161,16 +161,12 @@ def test_files_folders_and_weights(tmp_path: Path) -> None:
             open_source(name)
 
 
-class FakeSplit(list):
-    """As much of a ``datasets.Dataset`` as is asked for: rows by number, and a length."""
-
-
 @pytest.fixture
 def hub(monkeypatch: Patch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     row = {"uuid": "a", "reasoning": "off", "tools": None}
     rows = [row | {"messages": conversation(i, 9, reasons=False)["messages"]} for i in range(30)]
-    splits = {"reasoning_off": FakeSplit(rows[:10]), "reasoning_on": FakeSplit(rows[10:])}
+    splits = {"reasoning_off": rows[:10], "reasoning_on": rows[10:]}
 
     def load_dataset(name: str, config: str | None, split: str | None) -> Any:
         calls.append((name, config, split))

@@ -56,18 +56,7 @@ RECORDS = {"quac": [QUAC], "mt_bench_101": MT_BENCH, "longmemeval": LONGMEMEVAL,
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> dict[str, Path]:
-    """A local file for each of our tasks: JSON lists and JSON lines."""
-    files = {}
-    for name, records in RECORDS.items():
-        files[name] = tmp_path / f"{name}.json"
-        lines = "\n".join(json.dumps(record) for record in records)
-        files[name].write_text(json.dumps(records) if name == "longmemeval" else lines)
-    return files
-
-
-@pytest.fixture
-def own_results(run_native: Callable, data: dict[str, Path], monkeypatch: Patch) -> dict[str, Any]:
+def own_results(run_native: Callable, tmp_path: Path, monkeypatch: Patch) -> dict[str, Any]:
     """All our tasks, answered by a script: the last word of the question, upside down traces."""
     contexts: list[str] = []
 
@@ -85,7 +74,8 @@ def own_results(run_native: Callable, data: dict[str, Path], monkeypatch: Patch)
         return ((each, answer(each.context)) for each in asked)
 
     monkeypatch.setattr(PrefixLM, "_answers", answers)
-    found = run_native(*RECORDS, data=data, seed=5)
+    files = paper_records.put(tmp_path, RECORDS)
+    found = run_native(*RECORDS, data=files, seed=5)
     return {**found, "contexts": contexts}
 
 

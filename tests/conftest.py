@@ -28,6 +28,7 @@ from benchmarks.paper.timing import geometries
 from kvlingo_mlx.cli import progress
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.loading import notes
 from kvlingo_mlx.models.language_model import LanguageModel
 
 pytest.register_assert_rewrite("tests.support")  # before it is imported
@@ -134,9 +135,10 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    """The same random numbers in every test."""
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same random numbers in every test, and nothing was told yet."""
     mx.random.seed(0)
+    monkeypatch.setattr(notes, "_told", set())
 
 
 @pytest.fixture

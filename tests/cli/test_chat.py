@@ -126,9 +126,7 @@ def test_a_model_reads_behind_its_translation(chats: Chats, heal: str, monkeypat
     assert chats.err == "" and read
 
 
-def test_a_guard_looks_at_every_switch(
-    chats: Chats, one: LanguageModel, store: Path, monkeypatch: Patch
-) -> None:
+def test_a_guard_looks_at_every_switch(chats: Chats, one: LanguageModel, store: Path) -> None:
     """An identity is not doubted; one that was made on short prompts is."""
     lines = ("the use of an other " * 12, "/use b", "and you", "/stats")
     chats(*lines, options=("-c", "guard=32"), status=2)
@@ -523,9 +521,7 @@ def test_a_paste_is_one_message(
         assert stat.S_IMODE(history.stat().st_mode) == 0o600
 
 
-def test_pasted_commands_are_commands_and_a_switch_is_told(
-    terminals: Any, store: Path, tmp_path: Path
-) -> None:
+def test_pasted_commands_are_commands_and_a_switch_is_told(terminals: Any, tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     terminal = terminals("--max-tokens", str(NEW), "--json", str(record))
     terminal.wait_for("a> ")

@@ -16,7 +16,6 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import fitting
 from kvlingo_mlx.cli import VERBS, run
 from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS, zoo_pairs
-from kvlingo_mlx.loading import notes
 from kvlingo_mlx.stage1 import passes
 from kvlingo_mlx.version import __version__
 from tests.support import ROOT, tiny
@@ -52,12 +51,8 @@ def generate_arguments(folders: Folders, *more: str) -> list[str]:
 def test_fit_show_import_generate(
     folders: Folders, fitted: Path, store: Path, tmp_path: Path, capsys: Printed
 ) -> None:
-    assert sorted(p.name for p in fitted.iterdir()) == [
-        "README.md",
-        "selftest.safetensors",
-        "translator.safetensors",
-        "translator_config.json",
-    ]
+    files = "README.md selftest.safetensors translator.safetensors translator_config.json"
+    assert sorted(p.name for p in fitted.iterdir()) == files.split()
     assert run(["show", str(fitted)]) == 0
     assert "qwen3_moe, 4 layers, 2 KV heads of 32" in capsys.readouterr().out
     assert run(["import", str(fitted)]) == 0
@@ -97,7 +92,7 @@ def test_a_fit_that_can_leave_no_receipt_says_what_measures(
     assert "verify" not in out
 
 
-def test_bad_models(folders: Folders, fitted: Path, tmp_path: Path, capsys: Printed) -> None:
+def test_bad_models(folders: Folders, tmp_path: Path, capsys: Printed) -> None:
     def with_model(folder: Path) -> list[str]:
         return ["generate", "--prefill-model", str(folder), "--decode-model",
                 str(folders["moe"]), "--prompt", "a"]  # fmt: skip
@@ -148,8 +143,7 @@ def test_a_config_that_a_library_refuses_is_one_line(
 ) -> None:
     """transformers checks all settings; whoever reads the message learns who refused what."""
     folder = Path(shutil.copytree(folders["dense"], tmp_path / "m"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changed))
+    tiny.amend(folder / "config.json", **changed)
     if "model_type" in changed:  # told before a file that such models do not have is asked for
         (folder / "tokenizer.json").unlink()
     target = [] if verb == ["show"] else ["--target", str(folders["moe"])]
@@ -182,8 +176,7 @@ def test_bad_translators(folders: Folders, fitted: Path, tmp_path: Path, capsys:
     pickle = tmp_path / "translator.pt"
     pickle.write_bytes(b"\x80\x04.")
     fails(with_translator(pickle), "pickle", capsys)
-    config = json.loads((fitted / "translator_config.json").read_text())
-    (fitted / "translator_config.json").write_text(json.dumps({**config, "format_version": 4}))
+    tiny.amend(fitted / "translator_config.json", format_version=4)
     told = "format version 4, this kvlingo-mlx reads 1 to 3; upgrade"
     fails(with_translator(fitted), told, capsys)
 
@@ -339,8 +332,7 @@ def test_verifying_where_no_conversation_fits(
     monkeypatch.chdir(tmp_path)
     short = tmp_path / "short"
     shutil.copytree(folders["moe"], short)
-    config = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    tiny.amend(short / "config.json", max_position_embeddings=40)
     pair = ["--source", str(folders["dense"]), "--target", str(short)]
     line = f"{short} has a context of 40 tokens, and no conversation that verify asks about fits it"
     fails(["verify", str(fitted), *pair], line, capsys)
@@ -352,7 +344,7 @@ def test_verifying_where_no_conversation_fits(
 
 
 def test_numbers_are_numbers_in_records(
-    folders: Folders, fitted: Path, tmp_path: Path, store: Path, capsys: Printed
+    folders: Folders, fitted: Path, tmp_path: Path, store: Path
 ) -> None:
     record = tmp_path / "record.jsonl"
     told = ["--json", str(record)]
@@ -436,12 +428,6 @@ CHAT = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def untold(monkeypatch: Patch) -> None:
-    """What is told once a process is told in each test."""
-    monkeypatch.setattr(notes, "_told", set())
-
-
 @pytest.mark.parametrize("pair", zoo_pairs(), ids="--".join)
 def test_the_question_that_is_suggested_for_the_embedded_models_is_answered(
     pair: tuple[str, str], capsys: Printed
@@ -493,7 +479,7 @@ def test_an_answer_ends_before_each_stop_text(capsys: Printed) -> None:
     fails([*given, "--stop", ""], "--stop is ['']; give a text", capsys)
 
 
-def test_what_import_suggests_works(tmp_path: Path, store: Path, capsys: Printed) -> None:
+def test_what_import_suggests_works(capsys: Printed) -> None:
     assert run(["import", str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")]) == 0
     command = capsys.readouterr().out.split("try: kvlingo-mlx ")[1]
     assert run([*shlex.split(command), "-c", "verbose=false"]) == 0

@@ -206,7 +206,6 @@ def test_a_key_is_read_as_its_flag_is(
 
 
 def required(verb: str) -> list[str]:
-    """What a verb must be given."""
     known = COMMANDS[verb].params
     return [w for p in known if p.required for w in words(verb, p)[0]]
 
@@ -276,12 +275,9 @@ def public() -> dict[str, Callable[..., Any]]:
 
 PUBLIC = public()
 # They take states, or a server's request, not what users type.
-INNER = (
-    "Translator.build",
-    "Translator.above",
-    "Translator.linear_map",
-    "Conversation.reply_in_steps",
-)
+INNER = """
+    Translator.build Translator.above Translator.linear_map Conversation.reply_in_steps
+""".split()
 # What functions check themselves, because they accept many types.
 ACCEPT_MANY = ("prompt", "tokens", "message", "messages", "prompt_cache")
 FUNCTION_ROWS = [(name, need, option) for name, needs in FUNCTIONS.items() for need in needs
@@ -457,7 +453,7 @@ def test_wrong_types_are_told(name: str, calls: Any, tmp_path: Path) -> None:
     assert told > 3 * len(names)
 
 
-def test_the_words_of_wrong_types(models: Models, tmp_path: Path) -> None:
+def test_the_words_of_wrong_types(models: Models) -> None:
     """Found, expected."""
     pair = models["dense"], models["moe"]
     for call, told in (

@@ -43,8 +43,6 @@ PROMPT = "$ "
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block."""
-
     language: str  # as the fence names it; empty where it names none
     text: str
     line: int  # of the page, from 1, where its text begins
@@ -89,7 +87,6 @@ def inline_code(text: str) -> list[str]:
 
 
 def links(text: str) -> list[str]:
-    """Where a page's links lead."""
     return re.findall(r"\]\(([^)\s]+)\)", prose(text))
 
 

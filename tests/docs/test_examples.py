@@ -124,7 +124,7 @@ def test_a_translator_written_by_hand_is_accepted_at_once(
 
 
 def test_its_numbers_are_used_as_they_are_meant(
-    written: Callable[..., Path], tmp_path: Path, capsys: Printed
+    written: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The embedded translator's numbers, written by hand, give the embedded one's answers."""
     np.savez(tmp_path / "numbers.npz", **embedded_numbers())

@@ -180,7 +180,6 @@ def decisions() -> set[Path]:
 
 
 def listed(contents: Path) -> set[Path]:
-    """The pages that a page links."""
     found = links(contents.read_text(encoding="utf-8"))
     return {(contents.parent / link.split("#")[0]).resolve() for link in found}
 
@@ -206,17 +205,13 @@ def test_what_the_papers_of_the_house_place_is_there(page: Path) -> None:
     package = ROOT / "kvlingo_mlx"
     rooms = {path.name for path in package.iterdir() if path.is_dir()}
     text = page.read_text("utf-8")
-    codes = [*inline_code(text), *re.findall(r"[a-z_]+/[a-z_]*", "".join(blocks_of(text)))]
+    pictures = "".join(block.text for block in blocks(text) if block.language == "text")
+    codes = [*inline_code(text), *re.findall(r"[a-z_]+/[a-z_]*", pictures)]
     named = {code.rstrip("/") for code in codes if "/" in code and code.split("/")[0] in rooms}
     placed = {code: package / code.split(".")[0] for code in named}
     assert not [
         c for c, path in placed.items() if not (path.is_dir() or path.with_suffix(".py").is_file())
     ]
-
-
-def blocks_of(text: str) -> list[str]:
-    """The texts of a page's pictures."""
-    return [block.text for block in blocks(text) if block.language == "text"]
 
 
 def test_no_page_names_a_machine() -> None:

@@ -4,11 +4,8 @@ import math
 import random
 import re
 
-from kvlingo_mlx.backend import mx
-
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx.embedded import dialogues
@@ -18,6 +15,7 @@ from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters, over_items, over_sets
 from kvlingo_mlx.evaluation.needles import FACTS, MAGIC, STYLES, VARIANTS, make_item, recall
 from tests.support.fixtures import Models
+from tests.support.guards import logs
 
 
 @pytest.fixture
@@ -43,18 +41,9 @@ def test_kl_and_hits_against_float64(models: Models, sample: quality.RecallSampl
     model = models["dense"]
     score = recalled.score(model, [sample], {"hidden": conditions.hidden(model)})
 
-    def logs(tokens: list[int]) -> np.ndarray:
-        cache = make_prompt_cache(model.model)
-        out = np.array(model.model(mx.array(tokens)[None], cache=cache)[0], np.float64)
-        out = out[-len(sample.continuation) - 1 : -1]
-        return (
-            out
-            - np.log(np.exp(out - out.max(-1, keepdims=True)).sum(-1, keepdims=True))
-            - (out.max(-1, keepdims=True))
-        )
-
-    native = logs([*sample.prefix, *sample.continuation])
-    alone = logs([sample.prefix[-1], *sample.continuation])
+    behind = slice(-len(sample.continuation) - 1, -1)
+    whole, last = [*sample.prefix, *sample.continuation], [sample.prefix[-1], *sample.continuation]
+    native, alone = (logs(model, None, tokens)[behind] for tokens in (whole, last))
     kl = (np.exp(native) * (native - alone)).sum(-1)
     assert score["hidden"].kl[0] == pytest.approx(kl.mean(), rel=1e-4)
     values = [i for indices in sample.recalled for i in indices]

@@ -319,7 +319,7 @@ def test_no_such_task(run: Run, tmp_path: Path, monkeypatch: Patch) -> None:
             run("tiny_choice", name)
 
 
-def test_no_network(run: Run, task_folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_no_network(run: Run, tmp_path: Path, monkeypatch: Patch) -> None:
     """Nobody is waited for: no connection is tried again after a pause."""
     paused: list[float] = []
     monkeypatch.setattr(time, "sleep", paused.append)

@@ -15,7 +15,6 @@ from benchmarks.paper.tasks import ADDED
 from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.loading import notes
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.renderings import text_of
 from kvlingo_mlx.tokenization.samples import between
@@ -95,7 +94,6 @@ def test_answers_are_those_of_an_alignment_made_by_hand(
     source, target = (zoo_models[name] for name in pair)
     make = conditions.translated(source, target, translator(*pair))
     path, talks = conversations(tmp_path, 3)
-    notes._told.clear()
     with pytest.warns(KVLingoWarning, match="cannot merge such caches .* written one at a time"):
         found = running.run(
             target, make, ["multichallenge"], added=ADDED, condition="x",
@@ -139,7 +137,7 @@ def test_a_template_that_refuses_a_tasks_messages_is_named(
         )  # fmt: skip
 
 
-def test_the_verb_takes_such_pairs(tmp_path: Path, capsys: Printed, task_folder: Path) -> None:
+def test_the_verb_takes_such_pairs(tmp_path: Path, capsys: Printed) -> None:
     quac = tmp_path / "quac.json"
     quac.write_text(json.dumps(QUAC))
     pair = ["eval", "--source", "tiny-qwen3-s", "--target", str(OTHERS / "models/tiny-mistral"),

@@ -30,12 +30,14 @@ from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import atomic, tensor_file, translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.store.importing import import_translator
+from tests.support.fixtures import Patch
 from tests.support.translator_folders import (
     BROKEN_FILES,
     CARD,
     CODES,
     CONFIG,
     FIRST,
+    GONE,
     HEAD_WISE,
     LAST,
     LAYOUTS,
@@ -56,8 +58,10 @@ from tests.support.translator_folders import (
     pack,
     probe_input,
     probes_of,
+    put_at,
     put_config,
     put_tensors,
+    refuse,
     repack,
     shapes_of,
     store,
@@ -79,19 +83,6 @@ each_dtype = pytest.mark.parametrize("dtype", CODES)
 def folder(tmp_path: Path) -> Path:
     """A sound head-mixing translator in float32."""
     return store(tmp_path / "sound")
-
-
-def refuse(folder: Path, *words: str, names: Path | str = CONFIG) -> None:
-    """``read`` must refuse ``folder`` in one line that names the file and holds ``words``."""
-    with pytest.raises(MalformedTranslatorError) as caught:
-        translator_folder.read(folder)
-    assert type(caught.value) is MalformedTranslatorError
-    message = str(caught.value)
-    assert message.isprintable(), "more than one line, or control characters"
-    assert len(message) < 1000
-    assert str(folder / names) in message
-    for word in words:
-        assert word in message
 
 
 @each_dtype
@@ -239,7 +230,6 @@ def test_wrong_tensors(tmp_path: Path, layout: Layout) -> None:
 
 
 def replace(arrays: Arrays, name: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Put a changed tensor in another's place."""
     arrays[name] = np.ascontiguousarray(change(arrays[name]))
 
 
@@ -300,21 +290,12 @@ def test_a_header_beyond_100_megabytes(folder: Path) -> None:
     assert peak < 10 * 2**20
 
 
-GONE = object()
 Place = tuple[str | int, ...]
 
 
 def changed(place: Place, value: Any, layout: Layout = MIXING) -> Json:
     """A sound config with one value replaced, or removed (``GONE``)."""
-    data = config_json(layout)
-    parent: Any = data
-    for step in place[:-1]:
-        parent = parent[step]
-    if value is GONE:
-        del parent[place[-1]]
-    else:
-        parent[place[-1]] = value
-    return data
+    return put_at(config_json(layout), place, value)
 
 
 # Where a config has objects, but for provenance, which is free.
@@ -569,15 +550,12 @@ def test_wrong_probes(folder: Path, damage: Probes, word: str) -> None:
     refuse(folder, word, names=SELFTEST)
 
 
-FOREIGN = (
-    ("notes.txt",),
-    (CONFIG, "notes.txt"),
-    (CONFIG, ".git/config"),
-    ("config.json", "model.safetensors"),
-)
-
-
-@pytest.mark.parametrize("names", FOREIGN, ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [("notes.txt",), (CONFIG, "notes.txt"), (CONFIG, ".git/config"),
+     ("config.json", "model.safetensors")],
+    ids=str,
+)  # fmt: skip
 def test_a_destination_that_is_not_ours(tmp_path: Path, names: tuple[str, ...]) -> None:
     folder = tmp_path / "thesis"
     for name in names:
@@ -697,7 +675,7 @@ errors = pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 timing = pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 
 
-def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, after: bool) -> Faulty:
+def inject(monkeypatch: Patch, name: str, at: int, error: type, after: bool) -> Faulty:
     """Make the ``at``-th call of one of the writer's functions fail."""
     owner: Any = translator_folder
     if name == "os.rename":  # a file system that cannot exchange two folders at once
@@ -715,7 +693,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, aft
 @pytest.mark.parametrize(("name", "call"), [*STEPS, ("os.rename", 2), ("atomic.exchange", 1)])
 def test_a_failure_keeps_what_was_there(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     name: str,
     call: int,
     error: type[BaseException],
@@ -744,7 +722,7 @@ def test_a_failure_keeps_what_was_there(
 
 
 def test_the_only_copy_survives_when_it_cannot_be_moved_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     old = contents(write(tmp_path / "t", seed=1))
     monkeypatch.setattr(atomic, "exchange", lambda *_: False)
@@ -810,9 +788,7 @@ def test_one_writer_of_a_folder_at_a_time(tmp_path: Path) -> None:
     assert holder.returncode == 0 and listing(tmp_path) == ["t"]
 
 
-def test_a_disk_that_is_too_small_is_found_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small_is_found_first(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(OSError, match=r"the disk is full: t needs 0\.0 MB and 0\.0 MB are free"):
         write(tmp_path / "new" / "t")

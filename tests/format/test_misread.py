@@ -42,9 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": WINDOW},
     "window, not used": {"sliding_window": WINDOW, "use_sliding_window": False},
     "window, used": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
-    "window, listed": {
-        "sliding_window": WINDOW, "use_sliding_window": True, "layer_types": MIXED
-    },
+    "window, listed": {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": MIXED},
     "half rotated": {"partial_rotary_factor": 0.5},
     "no share": {"partial_rotary_factor": DROP},
     "no base": {"rope_theta": DROP},
@@ -54,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "capped": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "halves": {"rope_interleave": False},
     "both ways": {"use_bidirectional_attention": True},
-}  # fmt: skip
+}
 # Where transformers passes over what the config says and mlx-lm does it: not mlx-lm's fault.
 AHEAD = {("llama", "window, listed"), ("ministral3", "window, listed")}
 # What transformers runs for none of ours, or under names of weights that mlx-lm does not read.
@@ -107,12 +105,10 @@ def neutral(name: str) -> dict[str, Any]:
 
 
 def varied(config: dict[str, Any], variant: str) -> dict[str, Any]:
-    """A variant of it."""
     return {k: v for k, v in {**config, **VARIANTS[variant]}.items() if v is not DROP}
 
 
 def write(folder: Path, config: dict[str, Any]) -> None:
-    """Its config.json."""
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -184,7 +180,6 @@ def verdict(config: dict[str, Any]) -> str | None:
 def unchecked(monkeypatch: Patch) -> Iterator[None]:
     """Models are run whatever the table says."""
     monkeypatch.setattr(misread, "check", lambda model_type, text: None)
-    monkeypatch.setattr(notes, "_told", set())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -282,9 +277,8 @@ def test_layer_types_that_contradict_the_period_are_refused(tmp_path: Path) -> N
         kv.load(folder)
 
 
-def test_a_window_that_is_left_out_ends_the_context(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_window_that_is_left_out_ends_the_context(tmp_path: Path) -> None:
     """Shorter texts are as they should be; longer ones would be another model's."""
-    monkeypatch.setattr(notes, "_told", set())
     folder = tiny.write_tiny_model(
         tmp_path / "m", "mistral", seed=1, layers=2, kv_heads=2, head_dim=16, sliding_window=24
     )
@@ -300,9 +294,7 @@ def test_a_window_that_is_left_out_ends_the_context(tmp_path: Path, monkeypatch:
     assert count <= 5  # the window is full
     with pytest.raises(ValueError, match="is 24, its sliding window, which mlx-lm leaves out"):
         kv.generate(model, model, TOKENS[:25], strategy="native")
-    (folder / "config.json").write_text(
-        json.dumps(json.loads((folder / "config.json").read_text()) | {"sliding_window": 4096})
-    )
+    tiny.amend(folder / "config.json", sliding_window=4096)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert kv.load(folder).context_length == tiny.CONTEXT  # never reached: nothing to tell
@@ -310,7 +302,6 @@ def test_a_window_that_is_left_out_ends_the_context(tmp_path: Path, monkeypatch:
 
 def test_short_texts_of_longrope_are_told_of(tmp_path: Path, monkeypatch: Patch) -> None:
     """transformers rotates them by other factors; beyond the first length both agree."""
-    monkeypatch.setattr(notes, "_told", set())
     config = neutral("phi3")
     folder = write_random(tmp_path, config)
     write(folder, config | {"rope_scaling": SCALINGS["longrope"]})

@@ -218,7 +218,6 @@ def _range(name: str, parameter: str) -> tuple[float, float]:
 def error(folder: Path, name: str, more: Settings) -> float:
     """The relative error of the logits of a variant, as this package opens it."""
     torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
     theirs = write_theirs(folder, name, more)
     with torch.no_grad():
         expected = theirs(torch.tensor([TOKENS])).logits[0].double().numpy()

@@ -1,10 +1,12 @@
 """Recurrent layers (format version 2) and maps of their states (3), by the format page alone."""
 
 import copy
+import functools
 import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from tests.support import state_map_folders as mapped
 from tests.support.state_map_folders import FULL, TARGET
-from tests.support.translator_folders import CONFIG, SELFTEST, TENSORS
+from tests.support.translator_folders import CONFIG, SELFTEST, TENSORS, put_at
+from tests.support.translator_folders import refuse as refuse_
 
 Json = dict[str, Any]
 Place = tuple[str | int, ...]
@@ -61,21 +64,10 @@ def put(folder: Path, data: Json, rule: str = "gated_delta") -> Path:
 
 def changed(place: Place, value: Any, rule: str = "gated_delta") -> Json:
     """The config with another value at a place."""
-    data = config_json(rule)
-    inner: Any = data
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
-    return data
+    return put_at(config_json(rule), place, value)
 
 
-def refuse(folder: Path, *words: str) -> None:
-    """A folder is refused in one line that names it and holds the words."""
-    with pytest.raises(MalformedTranslatorError) as caught:
-        translator_folder.read(folder)
-    message = str(caught.value)
-    assert message.isprintable() and len(message) < 1000 and str(folder) in message
-    assert all(word in message for word in words), message
+refuse = partial(refuse_, names="")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -293,10 +285,8 @@ def test_models_and_assignments_that_do_not_go_together(
 ) -> None:
     data = mapped.config_json()
     for (*place, last), value in changes.items():
-        inner: Any = data
-        for key in place:
-            inner = inner[key]
-        inner[last] = inner[last] | value if isinstance(value, dict) else value
+        old = functools.reduce(lambda inner, key: inner[key], (*place, last), data)
+        put_at(data, (*place, last), old | value if isinstance(value, dict) else value)
     refuse(mapped.put(tmp_path / "t", data), *words)
 
 

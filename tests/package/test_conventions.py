@@ -25,29 +25,13 @@ ROOMS = """
     reporting store agents engine folding timing evaluation fitting
     training making cuda serving cli
 """.split()
-NO_MLX = (
-    "version",
-    "errors",
-    "options",
-    "arguments",
-    "group",
-    "blas",
-    "format",
-    "tokenization",
-    "stage1",
-    "embedded",
-    "training",
-    "cuda",
-)
+NO_MLX = """
+    version errors options arguments group blas format tokenization stage1 embedded training cuda
+""".split()
 # The HTTP of a server, which answers before MLX is loaded.
 HTTP = "app guard messages metrics replies server settings supervisor wire/".split()
-WITHOUT = (
-    "loading/hub",
-    "loading/grading",
-    "reporting/pictures",
-    "store/publishing",
-    *(f"serving/{file}" for file in HTTP),
-)
+WITHOUT = ("loading/hub", "loading/grading", "reporting/pictures", "store/publishing",
+           *(f"serving/{file}" for file in HTTP))  # fmt: skip
 TORCH = ("cuda/", "training/__init__")
 ON_MLX = "training/on_mlx"
 
@@ -92,11 +76,6 @@ def test_imports_run_one_way() -> None:
             assert not wrong, f"{name_of(path)} imports {wrong}"
 
 
-def test_the_package_does_not_know_the_papers_tables() -> None:
-    names = {name.split(".")[0] for path in FILES for name in imports(path)}
-    assert "kvlingo_mlx" in names and "benchmarks" not in names
-
-
 def test_scripts_find_the_laboratory() -> None:
     """They are run from anywhere; only the package is installed."""
     scripts = sorted((TESTS.parent / "benchmarks").glob("*.py"))
@@ -122,11 +101,12 @@ def test_no_import_circles() -> None:
 
 
 def test_owners() -> None:
+    """Who may import what; nobody the laboratory."""
     for path in FILES:
         names = {name.split(".")[0] for name in imports(path)}
         own, file = room(path), name_of(path)
         assert own in ROOMS or own == "__init__", file
-        taken = set() if file.startswith(TORCH) else {"torch"}
+        taken = {"benchmarks"} if file.startswith(TORCH) else {"benchmarks", "torch"}
         taken |= set() if file == "reporting/pictures" else {"matplotlib"}
         if own != "cli":
             taken |= {"typer", "rich"}
@@ -151,11 +131,8 @@ def test_backend_comes_before_mlx() -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs_load_nothing_heavy_at_import(verb: str) -> None:
-    file = (
-        PACKAGE
-        / "cli"
-        / (f"{verb}_.py" if verb in ("import", "list") else f"{verb.replace('-', '_')}.py")
-    )
+    name = f"{verb}_" if verb in ("import", "list") else verb.replace("-", "_")
+    file = PACKAGE / "cli" / f"{name}.py"
     heavy = {"mlx", "mlx_lm", "numpy", "rich", "transformers"}
     names = imports(file, top_level=True)
     assert not heavy & {name.split(".")[0] for name in names}
@@ -277,11 +254,6 @@ def test_backend_keeps_the_descriptor_limits() -> None:
         "assert r.getrlimit(r.RLIMIT_NOFILE) == before, 'descriptor limits were lowered'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_every_public_name_resolves() -> None:
-    for name in kvlingo_mlx.__all__:
-        assert getattr(kvlingo_mlx, name) is not None
 
 
 LINES, PARAMETERS = 60, 8  # a function's, its docstring left out

@@ -1,6 +1,5 @@
 """Faults whose refusals the other files leave out; which row is shown where stands in FAULTS.md."""
 
-import json
 import logging
 import re
 import shutil
@@ -14,8 +13,9 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.pairing import check_tokenizers
 from tests.support import TESTS
-from tests.support.fixtures import Folders, Models, Patch, Printed
+from tests.support.fixtures import Folders, Logged, Models, Patch, Printed
 from tests.support.identity import TOKENS, identity_of
+from tests.support.tiny import amend
 from tests.support.translator_folders import TENSORS, store
 
 FAULTS = TESTS / "FAULTS.md"
@@ -50,8 +50,7 @@ def test_a_models_own_code_is_not_run(folders: Folders, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(folders["dense"], tmp_path / key))
         (folder / "evil.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
         for file in ("config.json", "tokenizer_config.json"):
-            config = json.loads((folder / file).read_text())
-            (folder / file).write_text(json.dumps({**config, key: value}))
+            amend(folder / file, **{key: value})
         if key == "model_file":
             with pytest.raises(kv.MissingModelError, match="cannot be loaded .*evil.py"):
                 kv.load(folder)
@@ -101,9 +100,7 @@ def test_prompts_of_other_kinds(models: Models, prompt: Any, text: str) -> None:
             use(model, model, prompt, translator=identity_of(model))
 
 
-def test_prompts_are_not_logged(
-    models: Models, caplog: pytest.LogCaptureFixture, capsys: Printed
-) -> None:
+def test_prompts_are_not_logged(models: Models, caplog: Logged, capsys: Printed) -> None:
     """Row 59: at no level of any library, whether it goes well or not."""
     model, secret = models["dense"], "the canary sings at midnight"
     translator = identity_of(model)

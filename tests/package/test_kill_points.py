@@ -24,7 +24,7 @@ from kvlingo_mlx.store.importing import import_translator
 from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.trainer import Trainer
-from tests.support.random_samples import Numbered
+from tests.support.random_samples import Random
 
 KILLS = int(os.environ.get("KVLINGO_EXAMPLES", "2"))  # of each job
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
@@ -123,7 +123,7 @@ def train(folder: Path, tell: Connection, out: str = "trained") -> None:
     plan = TrainingPlan(fit_samples=3, held_out=2, recipe=recipe)
     models = [kv.load(zoo(name)) for name in PAIR]
     tell.send("begin")
-    Trainer(*models, Numbered(), plan, folder / out, keep_every=0.0).run()
+    Trainer(*models, Random(), plan, folder / out, keep_every=0.0).run()
 
 
 def train_whole(folder: Path, tell: Connection) -> None:

@@ -22,6 +22,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.prompts import encode
 from tests.support import ROOT
 from tests.support.fixtures import Pair, Patch, Printed
+from tests.support.guards import logs
 from tests.support.native_caches import logits
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -58,11 +59,8 @@ def test_alone_is_what_whole_readings_say(made_pairs: ModuleType) -> None:
     hits = []
     for sample, kl, value_kl in zip(samples, found.kl, found.value_kl, strict=True):
         tokens = [*sample.prefix, *sample.continuation]
-        rows = []
-        for model in (first, other):
-            logits = np.array(model.model(mx.array([tokens]))[0], np.float64)
-            own = logits[len(sample.prefix) - 1 : -1]
-            rows.append(own - np.log(np.exp(own).sum(axis=-1, keepdims=True)))
+        own = slice(len(sample.prefix) - 1, -1)
+        rows = [logs(model, None, tokens)[own] for model in (first, other)]
         each = (np.exp(rows[0]) * (rows[0] - rows[1])).sum(axis=-1)
         values = [place for places in sample.recalled for place in places]
         assert kl == pytest.approx(each.mean(), rel=1e-3)
@@ -129,7 +127,6 @@ ways = pytest.importorskip("peer_ways")
 
 @pytest.fixture(scope="module")
 def tokens(pair: Pair) -> list[int]:
-    """A dialogue with facts and a question."""
     (talk,) = dialogues.held_out(1, seed=3, facts=(12, 12))
     return list(encode(pair[1], talk.messages, enable_thinking=False))
 

@@ -294,7 +294,7 @@ def test_the_memory_limit_holds_for_lines_that_follow(families: Models, monkeypa
     assert talk.reply("b", "and you", max_tokens=NEW) == plain.reply("b", "and you", max_tokens=NEW)
 
 
-def test_a_closed_conversation_holds_nothing(families: Models, store: Path, tmp_path: Path) -> None:
+def test_a_closed_conversation_holds_nothing(families: Models, tmp_path: Path) -> None:
     model = families["qwen3"]
     gc.collect()
     before = mx.get_active_memory()

@@ -10,6 +10,7 @@ import pytest
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.timing import bench
 from tests.support.command_line import run
+from tests.support.fixtures import Patch
 
 matplotlib_image = pytest.importorskip("matplotlib.image")
 
@@ -51,8 +52,7 @@ def test_ticks_are_plain_numbers(values: list[float], expected: list[str] | None
 
 def test_benchs_times() -> None:
     lengths = (64, 256, 2048)
-    timed = [bench.PhaseTimes(n, {"native": [n / 3e4], "translate": [n / 3.4e4]})
-             for n in lengths]  # fmt: skip
+    timed = [bench.PhaseTimes(n, {"native": [n / 3e4], "translate": [n / 3.4e4]}) for n in lengths]
     axes = bench.figure(timed, str.upper).axes[0]
     assert ticks(axes.xaxis) == ["64", "256", "2,048"]
     assert all(text.replace(",", "").replace(".", "").isdecimal() for text in ticks(axes.yaxis))
@@ -76,9 +76,7 @@ def test_no_text_is_cut(tmp_path: Path) -> None:
     assert (edge(tmp_path / "whole.png") == 1).all()
 
 
-def test_pictures_say_of_which_models_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_say_of_which_models_they_are(tmp_path: Path, monkeypatch: Patch) -> None:
     drawn: dict[str, str] = {}
     save = pictures.save
 
@@ -93,7 +91,7 @@ def test_pictures_say_of_which_models_they_are(
     assert pictures.pair("/models/a", "Qwen/Qwen3-4B") == "a to Qwen/Qwen3-4B"
 
 
-def test_trainings_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainings_curve(tmp_path: Path, monkeypatch: Patch) -> None:
     pytest.importorskip("torch")
     from kvlingo_mlx.training import command_line
 

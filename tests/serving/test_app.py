@@ -160,9 +160,7 @@ def test_health_and_status(server: Running) -> None:
     assert status["worker"]["pairs"] == [["small", "large", "translate", "receipt 0.95"]]
 
 
-def test_an_engine_that_fails_ends_its_requests_and_the_server(
-    tmp_path: Path, caplog: Logged
-) -> None:
+def test_an_engine_that_fails_ends_its_requests_and_the_server(tmp_path: Path) -> None:
     """The parent then starts another one."""
     with running(tmp_path) as server:
         body = {"model": "small", "prompt": "begin;say a;wait 600", "stream": True}

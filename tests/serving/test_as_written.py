@@ -22,8 +22,7 @@ TEXTS = {
 
 
 @pytest.fixture(scope="module")
-def clients(tmp_path_factory: pytest.TempPathFactory) -> Clients:
-    root = tmp_path_factory.mktemp("m")
+def clients(root: Path) -> Clients:
     models = {
         "bytes": str(zoo("tiny-qwen3-s")),  # byte-level tokens
         "pieces": str(TESTS / "zoo/models/tiny-mistral"),  # pieces, and bytes for what is rare

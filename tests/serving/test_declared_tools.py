@@ -6,7 +6,6 @@ clients' own types. A kind that is told wrongly, or comes back as another text, 
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import openai
 import pytest
 
 from tests.support.engines import SEEN, Seen
-from tests.support.fixtures import Temp
-from tests.support.real_templates import CALL, FOLDER, IM, THINK, Family, write_real
+from tests.support.real_templates import CALL, FOLDER, IM, THINK, Writer, write_real
 from tests.support.serving import running
 
 PATCH = '*** Begin Patch\n*** Update File: a.py\n@@\n-x = "1"\n+x = "2 \\n"\n*** End Patch\n'
@@ -46,25 +44,17 @@ TAG_CALLS = ("searches", "edits", "runs", "views")  # also by models that write 
 EXACT = JSON_CALLS.keys() - {"forgets the server", "edits in its way", "runs a text"}
 
 
-@dataclass(frozen=True)
-class Caller(Family):
-    """A model that writes these pieces, in the template of a family."""
-
-    template: str = ""  # type: ignore[misc] # a property there
-    pieces: tuple[str, ...] = ()  # type: ignore[assignment]
-
-
 def in_tags(name: str, arguments: dict[str, Any]) -> str:
     values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
     inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
     return f"\n<function={name}>\n{inner}</function>\n"
 
 
-def callers() -> Iterator[Caller]:
-    def made(name: str, family: str, *pieces: str) -> Caller:
+def callers() -> Iterator[Writer]:
+    def made(name: str, family: str, *pieces: str) -> Writer:
         template = (FOLDER / f"{family}.jinja").read_text()
         marks = (*IM, *CALL, *THINK)
-        return Caller(name, "<|im_end|>", marks, "", template=template, pieces=pieces)
+        return Writer(name, "<|im_end|>", marks, "", template=template, pieces=pieces)
 
     for name, (tool, arguments) in JSON_CALLS.items():
         text = f"\n{json.dumps({'name': tool, 'arguments': arguments})}\n"
@@ -78,8 +68,7 @@ def callers() -> Iterator[Caller]:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: Temp) -> Iterator[str]:
-    root: Path = tmp_path_factory.mktemp("callers")
+def url(root: Path) -> Iterator[str]:
     models = {c.name: str(write_real(root / c.name, c)) for c in callers()}
     with running(root, SEEN, models=models, keep_conversations=False) as server:
         yield server.url

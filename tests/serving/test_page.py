@@ -19,13 +19,10 @@ from kvlingo_mlx.serving.app import PAGE, PAGE_FILES
 from tests.support.fixtures import Temp
 from tests.support.serving import Running, running
 
-INSTALLED = shutil.which("chromium") and shutil.which("chromedriver")
 ENTER, ESCAPE, TAB, SHIFT, DOWN = "\ue007", "\ue00c", "\ue004", "\ue008", "\ue015"
 
 
 class Browser:
-    """One window."""
-
     def __init__(self, url: str) -> None:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1000,760"]
         asked = {"goog:chromeOptions": {"args": options, "binary": shutil.which("chromium")},
@@ -41,11 +38,9 @@ class Browser:
         return value
 
     def do(self, path: str, **body: Any) -> Any:
-        """POST to the session."""
         return self._call("POST", f"{self._session}/{path}", body)
 
     def open(self, url: str) -> None:
-        """Load a page."""
         self.do("url", url=url)
 
     def size(self, width: int, height: int) -> None:
@@ -54,7 +49,6 @@ class Browser:
         self.do("goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=params)
 
     def run(self, script: str, *args: Any) -> Any:
-        """What a script returns."""
         return self.do("execute/sync", script=script, args=args)
 
     def type(self, text: str) -> None:
@@ -78,7 +72,6 @@ class Browser:
         raise AssertionError(f"{script} did not come true; the page says: {self.text('body')}")
 
     def text(self, selector: str) -> str:
-        """What stands in an element."""
         return self.run(f"return document.querySelector({selector!r}).innerText")
 
     def errors(self) -> list[str]:
@@ -87,14 +80,14 @@ class Browser:
         return [entry["message"] for entry in found if entry["level"] in ("SEVERE", "WARNING")]
 
     def close(self) -> None:
-        """End the window."""
         self._call("DELETE", self._session)
         self._client.close()
 
 
 @pytest.fixture(scope="module")
 def window() -> Iterator[Browser]:
-    """A browser's."""
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("needs chromium and chromedriver")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
@@ -115,9 +108,6 @@ def window() -> Iterator[Browser]:
     finally:
         process.terminate()
         process.wait()
-
-
-seen = pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +165,6 @@ def body(page: Browser, server: Running) -> list[dict[str, Any]]:
     return json.loads(page.run("return JSON.stringify(messages)"))
 
 
-@seen
 def test_a_conversation_of_two_models(page: Browser, server: Running) -> None:
     """By the keyboard alone."""
     page.type("begin;say Hello <b>you</b>;say  there" + ENTER)
@@ -200,7 +189,6 @@ def test_a_conversation_of_two_models(page: Browser, server: Running) -> None:
     assert page.errors() == []
 
 
-@seen
 def test_an_answer_is_stopped(page: Browser, server: Running) -> None:
     before = server.told().count(["cancel"])
     page.type("begin;say Half;wait 600" + ENTER)
@@ -212,7 +200,6 @@ def test_an_answer_is_stopped(page: Browser, server: Running) -> None:
     assert body(page, server)[-1] == said
 
 
-@seen
 def test_an_error_is_shown_and_the_message_comes_back(page: Browser, server: Running) -> None:
     page.type("fail memory" + ENTER)
     page.until("return document.querySelector('.wrong')")
@@ -226,7 +213,6 @@ def test_an_error_is_shown_and_the_message_comes_back(page: Browser, server: Run
     assert [m["content"] for m in body(page, server)] == ["begin;say a;fail memory", "a"]
 
 
-@seen
 def test_shift_enter_begins_a_line_and_new_forgets(page: Browser, server: Running) -> None:
     page.type("begin;say a")
     page.chord(SHIFT, ENTER)
@@ -243,7 +229,6 @@ LEFT = "const t = $('talk'); return t.scrollHeight - t.scrollTop - t.clientHeigh
 SETTLED = "return new Promise((done) => setTimeout(done, 300))"
 
 
-@seen
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_end_stays_in_sight_until_somebody_scrolls_up(page: Browser, width: int) -> None:
     page.size(width, 800)
@@ -264,7 +249,6 @@ def test_the_end_stays_in_sight_until_somebody_scrolls_up(page: Browser, width: 
     assert page.run("return document.querySelector('#talk').scrollTop") == 0
 
 
-@seen
 def test_a_reload_shows_the_conversation_again(page: Browser, server: Running) -> None:
     page.type("begin;say Hello" + ENTER)
     page.until("return document.querySelector('article.assistant dl') && !running")
@@ -278,7 +262,6 @@ def test_a_reload_shows_the_conversation_again(page: Browser, server: Running) -
     assert body(page, server) == []
 
 
-@seen
 def test_a_server_that_has_gone(window: Browser, tmp_path: Path) -> None:
     with running(tmp_path) as found:
         window.open(f"{found.url}/")
@@ -289,7 +272,6 @@ def test_a_server_that_has_gone(window: Browser, tmp_path: Path) -> None:
     assert window.run("return document.querySelector('#text').value") == "begin;say Hello"
 
 
-@seen
 def test_a_key_is_asked_for(window: Browser, tmp_path: Path) -> None:
     with running(tmp_path, api_key="right-key") as locked:
         window.open(f"{locked.url}/")

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.engines import SEEN, Seen
-from tests.support.fixtures import Temp
 from tests.support.real_templates import FAMILIES, NAMES, reference, write_real
 from tests.support.serving import running
 
@@ -27,9 +27,8 @@ Prompt = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def prompt(tmp_path_factory: Temp) -> Iterator[Prompt]:
+def prompt(root: Path) -> Iterator[Prompt]:
     """The text that a model is given for a body's messages."""
-    root = tmp_path_factory.mktemp("pasted")
     own = [family for family in FAMILIES if family.name in MODELS]
     folders = {family.name: write_real(root / family.name, family) for family in own}
     tokenizers = {name: reference(folder) for name, folder in folders.items()}

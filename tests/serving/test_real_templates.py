@@ -15,7 +15,7 @@ import pytest
 from kvlingo_mlx.serving.scheduler import Scheduler
 from tests.support import tiny
 from tests.support.engines import SEEN, Seen
-from tests.support.fixtures import Temp
+from tests.support.fixtures import Folders, Temp
 from tests.support.real_templates import FAMILIES, NAMES, Family, reference, rendered, write_real
 from tests.support.router_sessions import CHAT_TOOLS, FACT, AgentSession, missing, new_words, walk
 from tests.support.serving import Running, running
@@ -50,7 +50,7 @@ class Served:
         return self.prompt(model, self.usage.input_tokens + self.usage.cache_read_input_tokens)
 
 
-def clients(server: Running, folders: dict[str, Path]) -> Served:
+def clients(server: Running, folders: Folders) -> Served:
     own = {"api_key": "none", "max_retries": 0, "timeout": 60}
     return Served(
         openai.OpenAI(base_url=f"{server.url}/v1", **own),
@@ -61,8 +61,7 @@ def clients(server: Running, folders: dict[str, Path]) -> Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: Temp) -> Iterator[Served]:
-    root = tmp_path_factory.mktemp("real")
+def served(root: Path) -> Iterator[Served]:
     folders = {family.name: write_real(root / family.name, family) for family in FAMILIES}
     models = {name: str(folder) for name, folder in folders.items()}
     with running(root, SEEN, models=models, keep_conversations=False) as server:

@@ -54,9 +54,8 @@ CLAUDE = [{"name": n, "input_schema": c.model_json_schema()} for n, c in TOOLS.i
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(root: Path) -> Path:
     """Two models of one tokenizer, and a translator for one direction."""
-    root = tmp_path_factory.mktemp("callers")
     write_caller(root / "a"), write_caller(root / "b", seed=9, layers=4)
     tiny.write_random_translator(root / "a-b", root / "a", root / "b", nu=3, seed=7)
     return root

@@ -24,7 +24,7 @@ from kvlingo_mlx.serving.scheduler import Scheduler
 from kvlingo_mlx.serving.sessions import Keys
 from kvlingo_mlx.serving.settings import Settings
 from tests.support.engines import Clients, Told
-from tests.support.real_templates import CALL, IM, THINK, Family, reference, rendered, write_real
+from tests.support.real_templates import CALL, IM, THINK, Writer, reference, rendered, write_real
 
 Message = dict[str, Any]
 SEQUENCES = 100 * int(os.environ.get("KVLINGO_EXAMPLES", "1"))  # more of them by hand
@@ -58,14 +58,6 @@ TOOLS = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Writer(Family):
-    """A model that writes these pieces."""
-
-    template: str = TEMPLATE  # type: ignore[misc] # a property there
-    pieces: tuple[str, ...] = ()  # type: ignore[assignment]
-
-
 SHARED = (*IM, *CALL, *THINK, "deep", "hard", "well", WRITTEN)
 WRITES = {
     "thinks": ("<think>", "deep", "</think>", "well"),
@@ -78,10 +70,9 @@ def folders(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     root, more = tmp_path_factory.mktemp("writers"), ()
     if request.param == "two tokenizers":
         more = ("another",)
-    models = {
-        "thinks": Writer("thinks", "<|im_end|>", SHARED, "", pieces=WRITES["thinks"]),
-        "calls": Writer("calls", "<|im_end|>", (*more, *SHARED), "", pieces=WRITES["calls"]),
-    }
+    marks = {"thinks": SHARED, "calls": (*more, *SHARED)}
+    models = {name: Writer(name, "<|im_end|>", marks[name], "", template=TEMPLATE, pieces=pieces)
+              for name, pieces in WRITES.items()}  # fmt: skip
     return {name: write_real(root / name, family) for name, family in models.items()}
 
 
@@ -174,7 +165,6 @@ class Client:
         return [*system, self._question()]
 
     def ask(self, others: list[list[Message]]) -> Asked:
-        """The next request."""
         rng = self._rng
         known = [*self.histories, *others]
         if not known or rng.random() < 0.15:
@@ -265,7 +255,6 @@ class Sequences:
         self._engine.close()
 
     def run(self, rng: random.Random) -> None:
-        """One sequence."""
         clients = [Client(rng, number) for number in range(2)]
         for _ in range(rng.randint(3, 8)):
             if rng.random() < 0.05:

@@ -19,6 +19,8 @@ SAID = {
     "role": "assistant", "content": "One moment.", "reasoning_content": "Ask.",
     "tool_calls": [CALL, CALL_2],
 }  # fmt: skip
+RESULTS = [{"role": "tool", "tool_call_id": f"call_{n}", "content": "9"} for n in (1, 2)]
+GONE_ON = ({"role": "system", "content": "Be kind."}, HI[0], SAID, *RESULTS)
 PLAIN = "Grüß Gott,\n\ndata: 世界 \u2028🌍."
 
 
@@ -43,13 +45,13 @@ class City(BaseModel):
     city: str
 
 
-def test_chat_parses_into_a_class(client: Any, server: Running) -> None:
+def test_chat_parses_into_a_class(client: Any) -> None:
     answer = client.chat.completions.parse(model="json", messages=HI, response_format=City)
     assert answer.choices[0].message.parsed == City(city="Malmö")
     assert Planted.asks[-1].schema["properties"]["city"]["type"] == "string"
 
 
-def test_chat_history_comes_back_as_it_went(client: Any, server: Running) -> None:
+def test_chat_history_comes_back_as_it_went(client: Any) -> None:
     answer = client.chat.completions.create(model="calls", messages=HI)
     message = answer.choices[0].message
     results = [
@@ -63,7 +65,7 @@ def test_chat_history_comes_back_as_it_went(client: Any, server: Running) -> Non
         assert ask.messages[2] == {"role": "tool", "content": "9", "tool_call_id": "call_1"}
 
 
-def test_chat_logprobs(client: Any, server: Running) -> None:
+def test_chat_logprobs(client: Any) -> None:
     asked = {"logprobs": True, "top_logprobs": 2}
     answer = client.chat.completions.create(model="logprobs", messages=HI, **asked)
     first = answer.choices[0].logprobs.content[0]
@@ -78,7 +80,7 @@ def test_chat_logprobs(client: Any, server: Running) -> None:
     assert [t.token for t in chunk.choices[0].logprobs.content] == ["Hej", " då"]
 
 
-def test_completions(client: Any, server: Running) -> None:
+def test_completions(client: Any) -> None:
     answer = client.completions.create(model="plain", prompt=[1, 2, 3], max_tokens=9)
     assert answer.choices[0].text == PLAIN and answer.usage.completion_tokens == 7
     assert Planted.asks[-1].prompt == (1, 2, 3) and Planted.asks[-1].messages is None
@@ -98,7 +100,7 @@ def test_responses_whole(client: Any) -> None:
     assert answer.usage.kvlingo["strategy"] == "translate" and answer.metadata == {"a": "b"}
 
 
-def test_responses_history_comes_back_as_it_went(client: Any, server: Running) -> None:
+def test_responses_history_comes_back_as_it_went(client: Any) -> None:
     answer = client.responses.create(model="calls", input="hi")
     results = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "9"}
@@ -107,16 +109,10 @@ def test_responses_history_comes_back_as_it_went(client: Any, server: Running) -
     ]
     history = [*HI, *answer.output, *results]
     client.responses.create(model="plain", input=history, instructions="Be kind.", store=False)
-    assert Planted.asks[-1].messages == (
-        {"role": "system", "content": "Be kind."},
-        HI[0],
-        SAID,
-        {"role": "tool", "tool_call_id": "call_1", "content": "9"},
-        {"role": "tool", "tool_call_id": "call_2", "content": "9"},
-    )
+    assert Planted.asks[-1].messages == GONE_ON
 
 
-def test_messages_call_tools_and_history_comes_back(claude: Any, server: Running) -> None:
+def test_messages_call_tools_and_history_comes_back(claude: Any) -> None:
     tool = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
     answer = claude.messages.create(model="calls", max_tokens=9, messages=HI, tools=[tool])
     assert answer.stop_reason == "tool_use"
@@ -133,17 +129,10 @@ def test_messages_call_tools_and_history_comes_back(claude: Any, server: Running
         {"role": "user", "content": [*results, {"type": "text", "text": "Go on."}]},
     ]
     claude.messages.create(model="plain", max_tokens=9, messages=history, system="Be kind.")
-    assert Planted.asks[-1].messages == (
-        {"role": "system", "content": "Be kind."},
-        HI[0],
-        SAID,
-        {"role": "tool", "tool_call_id": "call_1", "content": "9"},
-        {"role": "tool", "tool_call_id": "call_2", "content": "9"},
-        {"role": "user", "content": "Go on."},
-    )
+    assert Planted.asks[-1].messages == (*GONE_ON, {"role": "user", "content": "Go on."})
 
 
-def test_messages_stop_reasons(claude: Any, server: Running) -> None:
+def test_messages_stop_reasons(claude: Any) -> None:
     asked: dict[str, Any] = {"max_tokens": 9, "messages": HI}
     stopped = claude.messages.create(model="stopped", stop_sequences=["three"], **asked)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "three")
@@ -151,7 +140,7 @@ def test_messages_stop_reasons(claude: Any, server: Running) -> None:
     assert claude.messages.create(model="cut", **asked).stop_reason == "max_tokens"
 
 
-def test_tokens_are_counted(claude: Any, server: Running) -> None:
+def test_tokens_are_counted(claude: Any) -> None:
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     counted = claude.messages.count_tokens(model="plain", messages=HI, system="s", tools=tools)
     assert counted.input_tokens == 321

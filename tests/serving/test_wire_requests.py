@@ -214,6 +214,7 @@ def test_what_changes_no_answer_is_taken() -> None:
         {"stop": ["", None, "x"]},
         {"tool_choice": ""},
         {"response_format": {}},
+        {"response_format": {"type": "text"}},
         {"response_format": "text"},
         {"functions": [], "function_call": "auto"},
         {"prediction": {"type": "content", "content": "x"}, "cache_control": {"type": "ephemeral"}},
@@ -223,6 +224,7 @@ def test_what_changes_no_answer_is_taken() -> None:
         stop = {"stop": ["x"]} if "stop" in fields else {}
         assert ask("chat", **fields) == ask("chat", **stop), fields
     assert ask("completions", suffix="") == ask("completions")
+    assert ask("completions", echo=True).echo
     kept = [{"type": "compaction", "compact_threshold": 9}]
     assert ask("responses", context_management=kept) == ask("responses")
     assert ask("messages", context_management={"edits": [{"type": "of_tomorrow"}]}) == ask(
@@ -234,7 +236,11 @@ def test_what_changes_no_answer_is_taken() -> None:
         {"type": "json_object", "schema": SCHEMA},
     ):
         assert ask("chat", response_format=form).schema == SCHEMA
-    assert ask("chat", response_format="json_object").schema == {}
+    schema = {"type": "json_schema", "schema": SCHEMA}
+    assert ask("messages", output_format=schema).schema == SCHEMA
+    for form in ("json_object", {"type": "json_object"}):
+        assert ask("chat", response_format=form).schema == {}
+    assert ask("responses", text={"format": form}).schema == {}
     for tool in (
         {"function": {"name": "look", "parameters": text}},
         {"type": "function", "name": "look", "parameters": SCHEMA},
@@ -267,6 +273,7 @@ def test_what_was_said_before_may_hold_anything_else() -> None:
 
 TEXT = {"type": "text", "text": "t"}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "r"}
 SHOWN = "[an image, which this model cannot see]"
 
 
@@ -338,6 +345,8 @@ def test_calls_of_the_past_are_carried() -> None:
          [("system", "[an earlier item, which was not sent]")]),
         ([{"type": "reasoning", "encrypted_content": "E", "summary": []}], []),
         (["x", 5, None, {"a": 1}], [("user", "x"), ("user", "5"), ("user", '{"a": 1}')]),
+        ([{"role": "user", "content": [TEXT, RESULT, {**TEXT, "text": "u"}, RESULT]}],
+         [("user", "t"), ("tool", "r"), ("user", "u"), ("tool", "r")]),  # in their order
     ],
 )  # fmt: skip
 def test_what_others_put_into_a_past(items: list[Any], made: list[tuple[str, str]]) -> None:
@@ -376,26 +385,6 @@ def test_kinds_that_are_not_supported_say_why() -> None:
         for dated in (kind, f"{kind}_20250305"):
             bad = refusal("messages", **said("user", [{"type": dated}]))
             assert bad.param == "messages.0.content.0.type" and why in bad.message
-
-
-def test_texts_between_tool_results_keep_their_order() -> None:
-    result = {"type": "tool_result", "tool_use_id": "t", "content": "r"}
-    content = [{"type": "text", "text": "a"}, result, {"type": "text", "text": "b"}, result]
-    told = ask("messages", messages=[{"role": "user", "content": content}]).messages
-    assert told is not None
-    assert [(m["role"], m["content"]) for m in told] == [
-        ("user", "a"),
-        ("tool", "r"),
-        ("user", "b"),
-        ("tool", "r"),
-    ]
-
-
-def test_formats() -> None:
-    assert ask("chat", response_format={"type": "text"}).schema is None
-    assert ask("chat", response_format={"type": "json_object"}).schema == {}
-    assert ask("responses", text={"format": {"type": "json_object"}}).schema == {}
-    assert ask("messages", output_format={"type": "json_schema", "schema": SCHEMA}).schema == SCHEMA
 
 
 def test_the_last_message_may_be_begun() -> None:
@@ -460,11 +449,6 @@ def test_numbers_by_which_others_mean_no_limit() -> None:
     assert chat.API.read({"messages": HI}).ask.model == "default_model"
 
 
-def test_log_probabilities_of_a_repeated_prompt_are_refused() -> None:
-    assert ask("completions", echo=True).echo
-    assert refusal("completions", echo=True, logprobs=1).param == "echo"
-
-
 @pytest.mark.parametrize(
     ("api", "name"), [(api, name) for api, kind in REQUESTS.items() for name in kind.rules]
 )
@@ -520,6 +504,7 @@ def test_unknown_fields_are_refused(api: str) -> None:
         ("completions", {"prompt": [1, -1]}, "prompt", "token ids"),
         ("completions", {"prompt": [True]}, "prompt", "token ids"),
         ("completions", {"messages": HI}, "messages", "not permitted"),
+        ("completions", {"echo": True, "logprobs": 1}, "echo", "echo"),
         ("completions", {" ": 1}, " ", "' ': Extra inputs"),
         ("messages", {"max_tokens": None}, "max_tokens", "valid integer"),
         ("messages", {"system": 5}, "system", "a text or a list"),

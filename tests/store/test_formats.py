@@ -18,6 +18,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.store.formats import export
 from tests.support import hybrid_models
 from tests.support.command_line import fails
+from tests.support.fixtures import Folders, Printed
 from tests.support.processes import WITHOUT_TORCH
 
 HEADS, DIM, READS = 2, 32, [[2, 0], [1, 0], [0, 2]]  # of the tiny model "dense", three layers
@@ -64,7 +65,7 @@ def mapper(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ends(folders: dict[str, Path]) -> list[str]:
+def ends(folders: Folders) -> list[str]:
     return ["--source", str(folders["dense"]), "--target", str(folders["dense"])]
 
 
@@ -130,7 +131,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_manifest_that_does_not_fit_is_refused(
-    mapper: Path, ends: list[str], name: str, capsys: pytest.CaptureFixture[str], store: Path
+    mapper: Path, ends: list[str], name: str, capsys: Printed, store: Path
 ) -> None:
     change, message = CHANGES[name]
     said = manifest()
@@ -141,7 +142,7 @@ def test_a_manifest_that_does_not_fit_is_refused(
 
 
 def test_tensors_that_do_not_fit_are_refused(
-    mapper: Path, ends: list[str], capsys: pytest.CaptureFixture[str], store: Path
+    mapper: Path, ends: list[str], capsys: Printed, store: Path
 ) -> None:
     """By the names that they have there; a map of 1e-9 is all zero in float16."""
     arrays = planted()
@@ -163,9 +164,7 @@ def test_tensors_that_do_not_fit_are_refused(
     assert run(["import", str(mapper), *ends, "--dtype", "bfloat16"]) == 0
 
 
-def test_a_folder_says_what_it_is(
-    mapper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_says_what_it_is(mapper: Path, tmp_path: Path, capsys: Printed) -> None:
     ends = ["--source", "me/a", "--target", "me/b"]
     (mapper / "translator_config.json").write_text("{}")
     fails(["import", str(mapper), *ends], "found files of kvlingo and of veloxquant; say", capsys)
@@ -184,7 +183,7 @@ def test_a_folder_says_what_it_is(
 
 
 def test_models_must_be_named_and_may_be_elsewhere(
-    mapper: Path, capsys: pytest.CaptureFixture[str], store: Path, folders: dict[str, Path]
+    mapper: Path, capsys: Printed, store: Path, folders: Folders
 ) -> None:
     fails(["import", str(mapper)], "does not name its source; give --source and --target", capsys)
     assert run(["import", str(mapper), "--source", "me/small", "--target", "me/large"]) == 0
@@ -210,7 +209,7 @@ def test_a_link_is_followed(mapper: Path, tmp_path: Path) -> None:
 
 
 def test_what_the_format_cannot_say_is_not_exported(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folders: Folders, tmp_path: Path, capsys: Printed
 ) -> None:
     data = [{"text": "One two three four five. " * 30}]
     dense, out = kv.load(folders["dense"]), tmp_path / "o"

@@ -16,6 +16,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.store.importing import import_translator
 from kvlingo_mlx.tokenization.samples import Sample
+from tests.support.fixtures import Models, Pair, Temp
 from tests.support.tiny import random_tokens, write_tiny_model
 
 theirs = pytest.importorskip("veloxquant_mlx.transfer")
@@ -51,9 +52,7 @@ def furthest(ours: list[Any], peers: dict[int, Any]) -> float:
 
 
 @pytest.fixture(scope="module")
-def pairs(
-    models: dict[str, LanguageModel], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[LanguageModel, LanguageModel]]:
+def pairs(models: Models, tmp_path_factory: Temp) -> dict[str, Pair]:
     """Qwen3 to its mixture of experts (k_norm), and Llama to Llama of other depth (none)."""
     root = tmp_path_factory.mktemp("llamas")
     deep, flat = (

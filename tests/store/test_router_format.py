@@ -17,6 +17,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.store.formats import export
 from kvlingo_mlx.store.importing import import_translator
 from tests.support.command_line import fails
+from tests.support.fixtures import Printed
 
 HEADS, DIM, READS = 2, 32, [[2, 0], [1, 0], [0, 2]]  # of the tiny model "dense", three layers
 WIDTH, COMMITS = HEADS * DIM, ("a" * 40, "b" * 40)
@@ -185,9 +186,7 @@ def test_damaged_files_are_refused(ends: Any, tmp_path: Path) -> None:
             import_translator(str(tmp_path / "m"), models=ends)
 
 
-def test_models_and_what_cannot_be_said(
-    ends: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_and_what_cannot_be_said(ends: Any, tmp_path: Path, capsys: Printed) -> None:
     folder = put(tmp_path / "m", manifest(), planted())
     fails(["import", str(folder)], "me/a is not on this machine, and", capsys)
     fails(["import", str(folder), "--source", "me/x", "--target", "me/y"], "me/x is not on", capsys)

@@ -2,10 +2,9 @@
 
 import json
 
-import pytest
-
 from benchmarks.paper import commands as paper
 from kvlingo_mlx import cli
+from tests.support.fixtures import Printed
 
 PAPER = "paper "  # before the name of a command of the paper's
 COMMANDS = {**cli.command_line.commands} | {  # type: ignore[attr-defined]
@@ -23,7 +22,7 @@ def run(words: list[str]) -> int:
     return cli.run(words)
 
 
-def fails(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def fails(arguments: list[str], message: str, capsys: Printed) -> None:
     """The command exits with 2 and one line that starts with "error:"."""
     capsys.readouterr()
     assert run(arguments) == 2

@@ -6,15 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.serving.messages import (
-    Delta,
-    Event,
-    Failure,
-    Finished,
-    FirstToken,
-    GenerationRequest,
-    Usage,
-)
+from kvlingo_mlx.serving import messages
+from kvlingo_mlx.serving.messages import GenerationRequest
 from kvlingo_mlx.serving.scheduler import Scheduler
 from kvlingo_mlx.serving.settings import Settings
 
@@ -25,16 +18,16 @@ NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe", "small": "tiny-qwen3-
 class Told:
     """What a client was told."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[messages.Event] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        return "".join(event.content for event in self.events if isinstance(event, Delta))
+        return "".join(event.content for event in self.events if isinstance(event, messages.Delta))
 
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message, as clients keep it."""
-        deltas = [event for event in self.events if isinstance(event, Delta)]
+        deltas = [event for event in self.events if isinstance(event, messages.Delta)]
         thought = "".join(delta.reasoning for delta in deltas)
         calls = [call for delta in deltas for call in delta.tool_calls]
         return {
@@ -46,25 +39,25 @@ class Told:
 
     @property
     def ended(self) -> bool:
-        return bool(self.events) and isinstance(self.events[-1], Finished)
+        return bool(self.events) and isinstance(self.events[-1], messages.Finished)
 
     @property
-    def end(self) -> Finished:
-        assert isinstance(self.events[-1], Finished), self.events[-1]
+    def end(self) -> messages.Finished:
+        assert isinstance(self.events[-1], messages.Finished), self.events[-1]
         return self.events[-1]
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> messages.Usage:
         return self.end.usage
 
     @property
-    def failed(self) -> Failure:
-        assert isinstance(self.events[-1], Failure), self.events[-1]
+    def failed(self) -> messages.Failure:
+        assert isinstance(self.events[-1], messages.Failure), self.events[-1]
         return self.events[-1]
 
     @property
     def begun(self) -> bool:
-        return any(isinstance(event, FirstToken) for event in self.events)
+        return any(isinstance(event, messages.FirstToken) for event in self.events)
 
 
 class Clients:
@@ -85,7 +78,6 @@ class Clients:
         return sent
 
     def one(self, model: str, messages: Sequence[dict[str, Any]], **facts: Any) -> Told:
-        """The answer to one request."""
         return self.together([asked(model, messages, **facts)])[0]
 
     def work(self) -> None:

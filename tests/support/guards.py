@@ -23,7 +23,7 @@ def with_receipt(translator: Translator, **provenance: Any) -> Translator:
     return build(config, translator.to_weights())
 
 
-def logs(model: LanguageModel, cache: list[Any], tokens: Sequence[int]) -> np.ndarray:
+def logs(model: LanguageModel, cache: list[Any] | None, tokens: Sequence[int]) -> np.ndarray:
     """Log probabilities (T, vocabulary) after each of some tokens, in float64."""
     logits = np.array(model.model(mx.array([list(tokens)]), cache=cache)[0].astype(mx.float32))
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)

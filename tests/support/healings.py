@@ -5,9 +5,8 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from kvlingo_mlx.engine import healing
+from tests.support.fixtures import Patch
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Chunk:
     cache: Any
 
 
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
+def noted(monkeypatch: Patch) -> list[Chunk]:
     """The chunks from now on, in order.
 
     How much is read in an answer's time must not depend on how busy this machine is: each look at

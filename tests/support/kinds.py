@@ -155,6 +155,14 @@ def tensors_of(arrays: layouts.Arrays, name: str) -> layouts.Arrays:
             if n.startswith(f"{name}.")}  # fmt: skip
 
 
+def rotated(rows: np.ndarray, places: np.ndarray, base: float) -> np.ndarray:
+    """Keys or queries at their places, by halves of their last axis."""
+    half = rows.shape[-1] // 2
+    angles = places * base ** (-np.arange(half) / half)
+    cos, sin, a, b = np.cos(angles), np.sin(angles), rows[..., :half], rows[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
 def errors(
     found: dict[str, list[np.ndarray]], expected: dict[str, list[np.ndarray]]
 ) -> list[float]:

@@ -46,7 +46,6 @@ def entries(cache: Sequence[Any]) -> list[np.ndarray]:
 
 
 def logits(model: LanguageModel, cache: list[Any], first: int, steps: int = STEPS) -> np.ndarray:
-    """Logits of greedy steps."""
     rows, token = [], first
     for _ in range(steps):
         row = model.model(mx.array([[token]]), cache=cache)[0, -1]

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,16 @@ def repliqa(count: int = 10) -> list[dict[str, Any]]:
 
 
 def multichallenge() -> list[dict[str, Any]]:
+    """As its authors write it, and as the Hub has it."""
+    said = [("user", "Be polite."), ("assistant", "Gladly."), ("user", "I like it."),
+            ("assistant", "Good."), ("user", "Bye.")]  # fmt: skip
     return [
-        {
-            "QUESTION_ID": "m1",
-            "AXIS": "SELF_COHERENCE",
-            "TARGET_QUESTION": "Is it polite?",
-            "PASS_CRITERIA": "YES",
-            "CONVERSATION": [{"role": "user", "content": "Be polite."}],
-        }
-    ]
+        {"QUESTION_ID": "m1", "AXIS": "SELF_COHERENCE", "TARGET_QUESTION": "Is it polite?",
+         "PASS_CRITERIA": "YES", "CONVERSATION": [{"role": r, "content": c} for r, c in said]},
+        {"question_id": "m2", "axis": "SELF_COHERENCE", "target_question": "Is it rude?",
+         "pass_criteria": "NO", "num_turns": 1,
+         "conversation": {"role": ["user"], "content": ["Bye."]}},
+    ]  # fmt: skip
 
 
 def quac(dialogues: int = 3, turns: int = 8) -> list[dict[str, Any]]:
@@ -142,6 +144,17 @@ def gsm8k() -> list[dict[str, Any]]:
     return [{"question": f"{i} and {i}?", "answer": f"It is\n#### {2 * i}"} for i in range(4)]
 
 
+def put(folder: Path, found: Mapping[str, Any]) -> dict[str, str]:
+    """A file of each task's records, a line each, or of one JSON object."""
+    files = {}
+    for name, records in found.items():
+        files[name] = str(folder / f"{name}.json")
+        lines = "\n".join(json.dumps(record) for record in records)
+        whole = isinstance(records, dict)
+        Path(files[name]).write_text(json.dumps(records) if whole else lines)
+    return files
+
+
 def write(folder: Path) -> dict[str, str]:
     """A local file or folder for every task of the paper's suite, by the task's name."""
     found = {
@@ -151,10 +164,4 @@ def write(folder: Path) -> dict[str, str]:
         "mt_bench_101": MT_BENCH, "multichallenge": multichallenge(),
         "longmemeval_rungs": longmemeval(), "gsm8k": gsm8k(),
     }  # fmt: skip
-    files = {}
-    for name, records in found.items():
-        files[name] = str(folder / f"{name}.json")
-        lines = "\n".join(json.dumps(record) for record in records)
-        whole = isinstance(records, dict)
-        Path(files[name]).write_text(json.dumps(records) if whole else lines)
-    return files | {"xquad_languages": str(xquad(folder / "xquad"))}
+    return put(folder, found) | {"xquad_languages": str(xquad(folder / "xquad"))}

@@ -27,7 +27,7 @@ from kvlingo_mlx.training.checkpoints import log_of
 from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.trainer import Trainer
-from tests.support.random_samples import Numbered, samples
+from tests.support.random_samples import Random, samples
 
 RANK = int(os.environ.get("MLX_RANK", 0))
 Case = dict[str, Any]
@@ -103,7 +103,8 @@ def training(case: Case) -> Found:
     if here.rank:
         out = out.parent / f"rank-{here.rank}" / out.name
     plan = TrainingPlan(fit_samples=11, held_out=3, recipe=recipe)
-    made = Trainer(kv.load(case["source"]), kv.load(case["target"]), Numbered(), plan, out, here)
+    stream = Random(60, different=1000)  # whose lengths differ much
+    made = Trainer(kv.load(case["source"]), kv.load(case["target"]), stream, plan, out, here)
     made.run()
     if here.rank:
         return {"wrote": np.array(out.parent.exists())}
@@ -116,9 +117,7 @@ def training(case: Case) -> Found:
     }
 
 
-WORK: dict[str, Callable[[Case], Found]] = {
-    "talk": talk, "fit": fit, "training": training,
-}  # fmt: skip
+WORK: dict[str, Callable[[Case], Found]] = {"talk": talk, "fit": fit, "training": training}
 
 
 def main() -> None:

@@ -15,28 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvlingo_mlx.group import ALONE
-from kvlingo_mlx.serving.messages import (
-    Delta,
-    Event,
-    Failure,
-    Finished,
-    FirstToken,
-    GenerationRequest,
-    ModelInfo,
-    Progress,
-    Status,
-    TokenCount,
-    Usage,
-)
+from kvlingo_mlx.serving import messages
+from kvlingo_mlx.serving.messages import GenerationRequest
 from kvlingo_mlx.serving.settings import Settings
 
 ENGINE = "tests.support.scripted_engine:Scripted"
 TOLD = "told.jsonl"  # what the engine was told, in the folder of conversations
-USAGE = Usage(
+USAGE = messages.Usage(
     prompt_tokens=100, cached_tokens=60, translated_tokens=30, read_tokens=10,
     strategy="translate", ttft_s=0.25, reread_s=4.0,
 )  # fmt: skip
-Tell = Callable[[Event], None]
+Tell = Callable[[messages.Event], None]
 
 
 class Scripted:
@@ -64,19 +53,19 @@ class Scripted:
             with (self.folder / TOLD).open("a") as file:
                 file.write(json.dumps(told) + "\n")
 
-    def status(self) -> Status:
+    def status(self) -> messages.Status:
         models = tuple(
-            ModelInfo(name, path, 4096, self.loaded[name], 1_000_000, "qwen3")
+            messages.ModelInfo(name, path, 4096, self.loaded[name], 1_000_000, "qwen3")
             for name, path in self.settings.models.items()
         )
         pairs = (("small", "large", "translate", "receipt 0.95"),)
         routes = bool(self.settings.routes)
-        return Status(models, routes, (2, 1), 5_000, 700, 9_000_000, 0, 0, pairs)
+        return messages.Status(models, routes, (2, 1), 5_000, 700, 9_000_000, 0, 0, pairs)
 
     def ask(self, number: int, ask: GenerationRequest, tell: Tell) -> None:
         if ask.count:
             self.note("count", ask.model)
-            return tell(TokenCount(len(text_of(ask))))
+            return tell(messages.TokenCount(len(text_of(ask))))
         self.note("ask", ask.model)
         self.scripts[number], self.due[number] = self.commands(ask, tell), 0.0
 
@@ -118,18 +107,18 @@ class Scripted:
                 usage = replace(USAGE, strategy=rest or "translate")
                 if word == "fallback":
                     usage = replace(USAGE, strategy="reread", fallback=rest)
-            events: dict[str, Event] = {
-                "begin": FirstToken(ask.model, usage),
-                "fallback": FirstToken(ask.model, usage),
-                "say": Delta(rest),
-                "waiting": Progress(3, 10),
-                "fail": Failure(rest, f"planted failure: {rest}"),
-                "end": Finished("stop", replace(usage, completion_tokens=5)),
+            events: dict[str, messages.Event] = {
+                "begin": messages.FirstToken(ask.model, usage),
+                "fallback": messages.FirstToken(ask.model, usage),
+                "say": messages.Delta(rest),
+                "waiting": messages.Progress(3, 10),
+                "fail": messages.Failure(rest, f"planted failure: {rest}"),
+                "end": messages.Finished("stop", replace(usage, completion_tokens=5)),
             }
             if word in events:
                 tell(events[word])
             for _ in range(int(rest) if word == "flood" else 0):
-                tell(Delta("x" * 500_000))
+                tell(messages.Delta("x" * 500_000))
             if word == "raise":
                 raise LookupError("SECRET")
             if word == "hang":

@@ -28,19 +28,15 @@ THEIRS = [sys.executable, "-c", f"{WITHOUT_TORCH}from mlx_lm.server import main;
 
 @dataclass
 class Server:
-    """A running server."""
-
     url: str
     process: subprocess.Popen[str]
     until = staticmethod(until)
 
     @property
     def openai(self) -> Any:
-        """OpenAI's client of it."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def status(self) -> Any:
-        """What the engine holds and does."""
         return httpx.get(f"{self.url}/v1/status").json()["worker"]
 
     def ready(self) -> None:

@@ -71,7 +71,6 @@ class Running:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def ask(self, script: str, **more: Any) -> httpx.Response:
-        """A request for a completion."""
         body = {"model": "small", "prompt": script, **more}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
 

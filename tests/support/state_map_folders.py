@@ -10,9 +10,7 @@ from safetensors.numpy import save_file
 from tests.support import translator_folders as layouts
 
 Json = dict[str, Any]
-FULL: Json = {
-    "kv_heads": 2, "key_dim": 4, "value_dim": 4, "attention": "full", "window": None,
-}  # fmt: skip
+FULL: Json = {"kv_heads": 2, "key_dim": 4, "value_dim": 4, "attention": "full", "window": None}
 # No two numbers alike, on either side.
 SOURCE = dict(key_heads=1, value_heads=2, key_dim=3, value_dim=5, kernel=4)
 TARGET = dict(key_heads=2, value_heads=6, key_dim=7, value_dim=4, kernel=3)

@@ -17,6 +17,7 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 import numpy as np
+import safetensors
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvlingo_mlx import embedded
@@ -727,11 +728,7 @@ def digest(*folders: Path) -> str:
     """Sha256 over the tensors of folders, whatever order their files keep them in."""
     result = hashlib.sha256()
     for path in (p for folder in folders for p in sorted(folder.glob("*.safetensors"))):
-        blob = path.read_bytes()
-        start = 8 + int.from_bytes(blob[:8], "little")
-        header = json.loads(blob[8:start])
-        header.pop("__metadata__", None)
-        for name in sorted(header):
-            low, high = (start + offset for offset in header[name]["data_offsets"])
-            result.update(name.encode() + blob[low:high])
+        tensors = dict(safetensors.deserialize(path.read_bytes()))
+        for name in sorted(tensors):
+            result.update(name.encode() + tensors[name]["data"])
     return result.hexdigest()

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 from tests.support import tiny
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
@@ -27,12 +26,13 @@ from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.stage1.norms import norm_named  # noqa: E402
 from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
-from kvlingo_mlx.training import distill  # noqa: E402
+from kvlingo_mlx.training import checkpoints, distill  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import MATCHING, Recipe  # noqa: E402
 from kvlingo_mlx.training.runtime import Pair  # noqa: E402
 from kvlingo_mlx.training.trainer import Trainer  # noqa: E402
+from tests.support.random_samples import Random  # noqa: E402
 from tests.support.reference import rms_norm  # noqa: E402
 
 # What plans of every kind say; ``native_layers`` go with any of them.
@@ -46,23 +46,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "post_norm": {"capture": "post_norm"},
     "post_rope": {"capture": "post_rope", "nu": 2},
 }
-
-
-class Random:
-    """Samples of random tokens, by number: only ``different`` ones, held out or not."""
-
-    def __init__(self, prefix: int = 40, continuation: int = 8, different: int = 3) -> None:
-        self.lengths, self.different = (prefix, continuation), different
-
-    def sample(self, index: int) -> Sample:
-        rng = np.random.default_rng(index % self.different)
-        prefix, continuation = self.lengths
-        length = prefix // 2 + int(rng.integers(prefix))
-        tokens = rng.integers(5, 280, length + continuation).tolist()
-        return Sample(tuple(tokens[:length]), tuple(tokens[length:]))
-
-    def held_out(self, count: int = 64) -> list[Sample]:
-        return [Random.sample(self, i) for i in range(count)]
 
 
 def linear_config(source: TorchModel, target: TorchModel, **options: Any) -> TranslatorConfig:
@@ -195,12 +178,10 @@ def training(
     )  # fmt: skip
 
 
-def log_of(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if k not in ("seconds", "spent")}
-        for line in lines
-    ]
+def log_of(out: Path) -> list[dict[str, Any]]:
+    """The log of a training that wrote a folder, without what differs from run to run."""
+    lines = checkpoints.read_log(checkpoints.log_of(out))
+    return [{k: v for k, v in line.items() if k not in ("seconds", "spent")} for line in lines]
 
 
 def die_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:

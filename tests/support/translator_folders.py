@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.geometry import LayerGeometry
@@ -22,6 +24,7 @@ SELFTEST = "selftest.safetensors"
 CARD = "README.md"
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 SIDES = ("keys", "values")
+GONE = object()
 
 
 # Key and value widths differ in both models, so that neither passes for another.
@@ -271,13 +274,36 @@ def store(folder: Path, layout: Layout = MIXING, dtype: str = "float32") -> Path
     return folder
 
 
+def put_at(data: Json, place: Sequence[str | int], value: Any) -> Json:
+    """A config in which a place has another value, or is no more (``GONE``)."""
+    parent: Any = data
+    for step in place[:-1]:
+        parent = parent[step]
+    if value is GONE:
+        del parent[place[-1]]
+    else:
+        parent[place[-1]] = value
+    return data
+
+
+def refuse(folder: Path, *words: str, names: Path | str = CONFIG) -> None:
+    """The folder must be refused in one line that names the file and holds ``words``."""
+    with pytest.raises(MalformedTranslatorError) as caught:
+        translator_folder.read(folder)
+    assert type(caught.value) is MalformedTranslatorError
+    message = str(caught.value)
+    assert message.isprintable(), "more than one line, or control characters"
+    assert len(message) < 1000
+    assert str(folder / names) in message
+    for word in words:
+        assert word in message
+
+
 def put_config(folder: Path, data: Any) -> None:
-    """Write a config as plain JSON."""
     (folder / CONFIG).write_text(json.dumps(data), encoding="utf-8")
 
 
 def put_tensors(path: Path, arrays: Arrays, dtype: str = "float32") -> None:
-    """Write arrays of one dtype as safetensors."""
     entries = {n: (CODES[dtype], a.shape, np.ascontiguousarray(a).tobytes())
                for n, a in arrays.items()}  # fmt: skip
     path.write_bytes(pack(entries))
@@ -312,7 +338,6 @@ def write(folder: Path, layout: Layout = MIXING, dtype: str = "float32", seed: i
 
 
 def with_entry(name: str, **changes: Any) -> Callable[[Json, bytes], bytes]:
-    """Change one tensor's entry in the header."""
     return lambda header, body: repack(header | {name: header[name] | changes}, body)
 
 

@@ -118,7 +118,6 @@ def stream(api: Any, body: dict[str, Any], planted: Iterable[Event]) -> list[Any
 
 
 def whole(api: Any, body: dict[str, Any], planted: Iterable[Event]) -> dict[str, Any]:
-    """The body of an answer."""
     answer = api.read(body)
     for event in planted:
         answer.take(event)

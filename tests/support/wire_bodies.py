@@ -130,7 +130,6 @@ DECLARED: dict[str, Any] = {  # tools of many kinds; some share names with plant
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a body."""
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())

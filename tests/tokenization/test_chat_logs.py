@@ -8,8 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
-
 from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.tokenization.records import Skipped
 from kvlingo_mlx.tokenization.samples import read_jsonl, to_samples
@@ -68,8 +66,7 @@ LOGS: list[tuple[Any, int]] = [
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("families")
+def folders(root: Path) -> dict[str, Path]:
     return {family.name: write_real(root / family.name, family) for family in FAMILIES}
 
 

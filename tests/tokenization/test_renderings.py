@@ -25,6 +25,7 @@ from kvlingo_mlx.tokenization.renderings import (
 )
 from tests.support import ROOT
 from tests.support.languages import TEXTS, byte_level, sentencepiece
+from tests.support.two_tokenizers import MISTRAL_TEMPLATE
 
 ZOO = (ROOT / "tools" / "chat_template.jinja").read_text()
 QWEN = (
@@ -32,14 +33,7 @@ QWEN = (
     "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endfor -%}"
     "{{- '<|im_start|>assistant\\n' -}}"
 )
-# Mistral's puts the system message into the last question; Gemma's trims.
-MISTRAL = (
-    "{{- '<s>' -}}{%- set system = messages[0].content if messages[0].role == 'system' -%}"
-    "{%- for m in messages -%}{%- if m.role == 'user' -%}"
-    "{{- '[INST] ' + (system + '\\n\\n' if loop.last and system else '') -}}"
-    "{{- m.content + '[/INST]' -}}"
-    "{%- elif m.role == 'assistant' -%}{{- ' ' + m.content + '</s>' -}}{%- endif -%}{%- endfor -%}"
-)
+# Mistral's puts the system message into the last question; this trims.
 GEMMA = (
     "{{- '<bos>' -}}{%- for m in messages -%}"
     "{{- '<start_of_turn>' + m.role + '\\n' + m.content | trim + '<end_of_turn>\\n' -}}"
@@ -51,7 +45,7 @@ FUSSY = (
     "{{- '[tool]' if m.content.startswith('<tool>') else '[text]' -}}"
     "{{- m.content -}}{%- endfor -%}"
 )
-TEMPLATES = {"zoo": ZOO, "qwen": QWEN, "mistral": MISTRAL, "gemma": GEMMA, "fussy": FUSSY}
+TEMPLATES = {"zoo": ZOO, "qwen": QWEN, "mistral": MISTRAL_TEMPLATE, "gemma": GEMMA, "fussy": FUSSY}
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "user"},

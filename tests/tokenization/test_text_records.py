@@ -31,9 +31,8 @@ def adds_bos(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def places(root: Path) -> dict[str, Path]:
     """Two Mistrals whose tokenizer adds ``<s>``, and a Qwen whose tokenizer adds nothing."""
-    root = tmp_path_factory.mktemp("bos")
     return {
         "one": adds_bos(write_mistral(root / "one")),
         "two": adds_bos(write_mistral(root / "two", seed=8)),

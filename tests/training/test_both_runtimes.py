@@ -14,7 +14,6 @@ import pytest
 from mlx.utils import tree_map_with_path
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402

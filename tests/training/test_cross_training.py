@@ -46,9 +46,8 @@ Opener = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(root: Path) -> Path:
     """Both models."""
-    root = tmp_path_factory.mktemp("cross-training")
     write_qwen(root / "qwen"), write_mistral(root / "mistral")
     return root
 

@@ -20,7 +20,8 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.recipe import MATCHING, Recipe
 from kvlingo_mlx.training.runtime import matched_positions, pair_of
 from kvlingo_mlx.training.trainer import Trainer
-from tests.support.fixtures import Folders, Models
+from tests.support.fixtures import Folders, Models, Patch
+from tests.support.kinds import rotated
 from tests.support.trainings import Random, random_arrays
 from tests.support.two_tokenizers import TALK, write_mistral, write_qwen
 
@@ -36,25 +37,10 @@ def pair_on(runtime: str, folders: Folders, names: tuple[str, str]) -> Any:
     return pair_of(*(torch_model.load(str(folders[name]), dtype="float32") for name in names))
 
 
-def rotated(head: np.ndarray, place: int, base: float) -> np.ndarray:
-    """One head's key or query at a place, by halves, number after number."""
-    half, found = len(head) // 2, head.copy()
-    for i in range(half):
-        angle = place * base ** (-i / half)
-        a, b = head[i], head[i + half]
-        found[i] = a * math.cos(angle) - b * math.sin(angle)
-        found[i + half] = b * math.cos(angle) + a * math.sin(angle)
-    return found
-
-
-def normed(head: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return head / math.sqrt(float(np.mean(head * head)) + eps) * weight
-
-
-def gathered(query: np.ndarray, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
-    scores = np.array([query @ key for key in keys]) / math.sqrt(len(query))
+def gathered(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    scores = keys @ query / math.sqrt(len(query))
     weights = np.exp(scores - scores.max())
-    return sum(w * v for w, v in zip(weights / weights.sum(), values, strict=True))
+    return weights / weights.sum() @ values
 
 
 def wrong_share(
@@ -85,22 +71,17 @@ def wrong_share(
     total = 0.0
     for t, attention in enumerate(target.attentions):
         dim = target.geometry.layers[t].key_dim
-        scales = {
-            name: np.array(attention[name].weight, np.float64) for name in ("q_norm", "k_norm")
-        }
+        scales = {n: np.array(attention[n].weight, np.float64) for n in ("q_norm", "k_norm")}
 
         def heads(
-            rows: Any, name: str = "", places: Any = every, dim: int = dim, scales: Any = scales
-        ) -> Any:
+            rows: Any, norm: str = "", places: Any = every, dim: int = dim, scales: Any = scales
+        ) -> np.ndarray:
             """By head, the vectors of all places."""
             rows = np.array(rows, np.float64).reshape(len(places), -1, dim)
-            return [
-                [
-                    rotated(normed(row[h], scales[name], eps), place, base) if name else row[h]
-                    for place, row in zip(places, rows, strict=True)
-                ]
-                for h in range(rows.shape[1])
-            ]
+            if norm:
+                rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + eps) * scales[norm]
+                rows = rotated(rows, np.array(places)[:, None, None], base)
+            return rows.swapaxes(0, 1)
 
         def mapped(side: str, t: int = t) -> np.ndarray:
             states = [np.array(read.side(side)[s][0], np.float64)[rows] for s in
@@ -114,14 +95,13 @@ def wrong_share(
         for place in queried if aligned else matched_positions(len(tokens)):
             for h, each in enumerate(queries):
                 kv_head = h * len(native[0]) // len(queries)
-                right = gathered(each[place], *(side[kv_head][: place + 1] for side in native))
+                right = gathered(each[place], *(side[kv_head, : place + 1] for side in native))
                 seen = [n for n, end in enumerate(ends) if end <= place]
-                seen_others = [other for other in others if other <= place]
-                mixed = (
-                    [one[kv_head][n] for n in seen] + [its[kv_head][o] for o in seen_others]
+                also = [other for other in others if other <= place]
+                ours = gathered(each[place], *(
+                    np.concatenate([one[kv_head, seen], its[kv_head, also]])
                     for one, its in zip(made, native, strict=True)
-                )
-                ours = gathered(each[place], *mixed)
+                ))  # fmt: skip
                 wrong += float(((ours - right) ** 2).sum())
                 whole += float((right**2).sum())
         total += wrong / whole / len(target.attentions)
@@ -130,7 +110,7 @@ def wrong_share(
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_the_error_is_that_of_plain_loops(
-    models: Models, folders: Folders, runtime: str, monkeypatch: pytest.MonkeyPatch
+    models: Models, folders: Folders, runtime: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("kvlingo_mlx.training.runtime.QUERIES", 7)
     tokens = np.random.default_rng(0).integers(5, 280, 24).tolist()
@@ -144,9 +124,8 @@ def test_the_error_is_that_of_plain_loops(
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def two(root: Path) -> Folders:
     """Two models of two tokenizers."""
-    root = tmp_path_factory.mktemp("two")
     return {"mistral": write_mistral(root / "mistral"), "qwen": write_qwen(root / "qwen")}
 
 
@@ -156,9 +135,7 @@ def talk_of(pair: Any) -> Sample:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_between_two_tokenizers_too(
-    two: Folders, runtime: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_between_two_tokenizers_too(two: Folders, runtime: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr("kvlingo_mlx.training.runtime.QUERIES", 10_000)
     pair = pair_on(runtime, two, ("mistral", "qwen"))
     sample = talk_of(pair)
@@ -233,7 +210,7 @@ def test_a_training_that_matches_lowers_the_error_and_goes_on(
 
 @pytest.mark.parametrize("mixing", [True, False])
 def test_what_a_training_matches_is_lengthened_before_stage_2(
-    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixing: bool
+    folders: Folders, tmp_path: Path, monkeypatch: Patch, mixing: bool
 ) -> None:
     """Its keys deviate from their mean as many times more than those of the same training without
     that; its values are the same."""

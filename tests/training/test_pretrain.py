@@ -166,7 +166,7 @@ def test_two_processes_are_one(pretrain: ModuleType, data: Path, tmp_path: Path)
 
 
 def test_the_folder_is_a_plain_model_for_both_libraries(
-    pretrain: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pretrain: ModuleType, data: Path, tmp_path: Path
 ) -> None:
     """In the released spelling; its logits are those of the model that was trained."""
     given = pretrain.parsed(words(data, tmp_path / "out", "--steps", "2"))

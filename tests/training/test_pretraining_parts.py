@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvlingo_mlx.embedded import dialogues, zoo
+from tests.support.fixtures import Printed
 from tests.support.repository_tools import tool
 
 torch = pytest.importorskip("torch")
@@ -193,9 +194,7 @@ def test_text_files_and_conversations_are_read(tmp_path: Path) -> None:
     assert max(map(len, pieces)) < (1 << 14) + 40
 
 
-def test_what_cannot_be_read_is_passed_over_and_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_is_passed_over_and_told(tmp_path: Path, capsys: Printed) -> None:
     """Bad lines among good ones: the good ones come, each time."""
     documents = tool("pretraining.packed").Documents
     bad = ['{"text": "', "17", '{"conversations": {}}', '{"messages": "2"}', '{"txt": "3"}']

@@ -2,21 +2,22 @@
 
 import hashlib
 import json
-import struct
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
+import safetensors
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.evaluation import verification
-from kvlingo_mlx.loading import notes
 from kvlingo_mlx.loading.grading import Agreement, Receipt
 from tests.support import tiny
+from tests.support.fixtures import Patch, Printed
 from tests.support.opened import quantised
+from tests.support.translator_folders import exact
 
 DTYPES = ("float32", "bfloat16", "float16")
 SEEDS = {"source": 1, "target": 2}
@@ -35,18 +36,13 @@ def written(root: Path, role: str, stored: str) -> Path:
 def stored_norms(folder: Path) -> str:
     """The fingerprint by the format's page: NumPy alone."""
     (file,) = folder.glob("model*.safetensors")
-    blob = file.read_bytes()
-    (length,) = struct.unpack("<Q", blob[:8])
+    kinds = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     norms = {}
-    for name, entry in json.loads(blob[8 : 8 + length]).items():
+    for name, entry in safetensors.deserialize(file.read_bytes()):
         if name.endswith("norm.weight"):
-            start, stop = (8 + length + offset for offset in entry["data_offsets"])
-            data = blob[start:stop]
-            if entry["dtype"] == "BF16":
-                wide = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
-                norms[name[:-7]] = wide.view(np.float32)
-            else:
-                norms[name[:-7]] = np.frombuffer(data, {"F32": "<f4", "F16": "<f2"}[entry["dtype"]])
+            dtype = kinds[entry["dtype"]]
+            bits = np.uint16 if dtype == "bfloat16" else dtype
+            norms[name[:-7]] = exact(np.frombuffer(entry["data"], bits), dtype)
     assert len(norms) == 9
     digest = hashlib.sha256()
     for name in sorted(norms):
@@ -67,9 +63,8 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process, and without the conversations that `verify` would decode."""
-    monkeypatch.setattr(notes, "_told", set())
+def nothing_decoded(monkeypatch: Patch) -> None:
+    """Without the conversations that `verify` would decode."""
     found = Agreement(Receipt(0.03, 0.95, 0, 0.5), 8, 65)
     monkeypatch.setattr(verification, "agreement", lambda *_, **options: found)
 
@@ -103,13 +98,7 @@ def fingerprints(folder: Path) -> list[str]:
     ],
 )
 def test_from_train_to_generate(
-    tmp_path: Path,
-    data: Path,
-    store: Path,
-    capsys: pytest.CaptureFixture[str],
-    device: str,
-    stored: str,
-    more: tuple[str, ...],
+    tmp_path: Path, data: Path, capsys: Printed, device: str, stored: str, more: tuple[str, ...]
 ) -> None:
     """Nobody refuses it, and its fingerprints are those of the files."""
     if device == "cpu":
@@ -128,9 +117,7 @@ def test_from_train_to_generate(
     assert out.name not in said.out and "source" in said.out  # `list` takes the imported one
 
 
-def test_pytorch_refuses_4_bits_in_a_line(
-    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pytorch_refuses_4_bits_in_a_line(tmp_path: Path, data: Path, capsys: Printed) -> None:
     pytest.importorskip("torch")
     models = [written(tmp_path, role, "4 bits") for role in ("source", "target")]
     words = ["--steps", "0", "--data", str(data), "--out", str(tmp_path / "made")]

@@ -20,7 +20,6 @@ from tests.support import tiny
 from tests.support.fixtures import Folders, Patch, Printed
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 from kvlingo_mlx.cli import run  # noqa: E402
 from kvlingo_mlx.cuda import gradients  # noqa: E402
@@ -56,9 +55,6 @@ class Signalled(Random):
         if len(self.drawn) == self.at:
             signal.raise_signal(self.number)
         return super().sample(index)
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
 def test_one_rotation_has_one_fingerprint() -> None:
@@ -163,7 +159,7 @@ def test_training_tells_of_each_map_that_is_solved(
 
 def same_result(first: Path, second: Path) -> bool:
     """Whether two trainings have the same curve and the same maps, bit by bit."""
-    logs = [log_of(out.with_name(f"{out.name}.log.jsonl")) for out in (first, second)]
+    logs = [log_of(out) for out in (first, second)]
     maps = [translator_folder.read(out)[1].arrays for out in (first, second)]
     same = (np.array_equal(array, maps[1][name]) for name, array in maps[0].items())
     return logs[0] == logs[1] and all(same)
@@ -281,7 +277,7 @@ def test_a_training_that_diverges_writes_nothing_and_a_lower_rate_goes_on(
         training(torch_models, out, (3e36,), keep_every=0.0).run()
     assert not out.exists()
     training(torch_models, out, (1e-3,)).run()
-    assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 2, 4, 6]
+    assert [line["step"] for line in log_of(tmp_path / "t")] == [0, 2, 4, 6]
     assert all(np.isfinite(a).all() for a in translator_folder.read(out)[1].arrays.values())
 
 
@@ -380,7 +376,7 @@ def test_the_command_trains_a_folder_that_imports(
     assert record["kind"] == "train" and record["config"]["learning_rates"] == [1e-4, 1e-3]
     assert [line["step"] for line in record["results"]["curve"]] == [0, 1, 2, 3]
     assert record["results"]["provenance"]["held_out"] == 3
-    assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 1, 2, 3]
+    assert [line["step"] for line in log_of(tmp_path / "t")] == [0, 1, 2, 3]
     provenance = translator_folder.read_config(out).provenance
     assert (provenance["data"], provenance["held_out"]) == ([str(jsonl)], 3)
     assert run(["import", out]) == 0
@@ -440,7 +436,7 @@ def test_the_command_sweeps_over_a_rate_that_diverges(
     assert "warning: only 8 of 20 held-out conversations could be" in said.err
     assert "nan" not in said.out and "drew" in said.out
     assert plot.read_bytes().startswith(b"\x89PNG")
-    last = log_of(tmp_path / "t.log.jsonl")[-1]["held_out"]
+    last = log_of(tmp_path / "t")[-1]["held_out"]
     assert last[0] > 0 and last[1] is None
     # Alone, it leaves nothing to write.
     options[1] = str(tmp_path / "wreck")

@@ -24,6 +24,7 @@ from kvlingo_mlx.training.conversations import keeps_system, normalise, to_sampl
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from tests.support import real_templates
+from tests.support.fixtures import Patch, Temp
 
 MODEL = Path(dialogues.__file__).parent / "models" / "tiny-qwen3-s"
 GEMMA = (
@@ -98,7 +99,7 @@ def told() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def data(told: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> str:
+def data(told: list[dict[str, Any]], tmp_path_factory: Temp) -> str:
     return write(tmp_path_factory.mktemp("data") / "told.jsonl", told)
 
 
@@ -117,9 +118,7 @@ def texts(tokenizer: Any, sample: Sample) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("chunk", [7, 1 << 24])
-def test_jsonl_is_read_by_offset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_jsonl_is_read_by_offset(tmp_path: Path, monkeypatch: Patch, chunk: int) -> None:
     monkeypatch.setattr(records_room, "CHUNK", chunk)
     path = tmp_path / "some.jsonl"
     lines = ['{"text": "eins"}', "", '{"text": "zw\u00f6lf"}\r', "\r", "   ", '{"text": "\u4f60"}']
@@ -162,16 +161,12 @@ def test_files_folders_and_weights(tmp_path: Path) -> None:
             open_source(name)
 
 
-class FakeSplit(list):
-    """As much of a ``datasets.Dataset`` as is asked for: rows by number, and a length."""
-
-
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def hub(monkeypatch: Patch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     row = {"uuid": "a", "reasoning": "off", "tools": None}
     rows = [row | {"messages": conversation(i, 9, reasons=False)["messages"]} for i in range(30)]
-    splits = {"reasoning_off": FakeSplit(rows[:10]), "reasoning_on": FakeSplit(rows[10:])}
+    splits = {"reasoning_off": rows[:10], "reasoning_on": rows[10:]}
 
     def load_dataset(name: str, config: str | None, split: str | None) -> Any:
         calls.append((name, config, split))
@@ -202,7 +197,7 @@ def test_hugging_face_datasets(hub: list[tuple[Any, ...]], qwen3: Any) -> None:
     assert Stream(["nvidia/Chat-v2"], qwen3, Mixture(packed_share=0)).sample(0).continuation
 
 
-def test_hugging_face_refusals(hub: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_face_refusals(hub: list[tuple[Any, ...]], monkeypatch: Patch) -> None:
     with pytest.raises(
         ValueError, match="dataset nobody/nothing cannot be loaded: .*doesn't exist"
     ):
@@ -525,7 +520,7 @@ def test_mixtures() -> None:
             Mixture(**facts)
 
 
-def test_plain_text_windows(tmp_path: Path, qwen3: Any) -> None:
+def test_plain_text_windows(tmp_path: Path) -> None:
     words = dialogues.NAMES + dialogues.CITIES
     rng = random.Random(1)
     books = [" ".join(rng.choice(words) for _ in range(n)) for n in (20, 900, 20_000, 1000, 800)]

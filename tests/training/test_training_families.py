@@ -16,7 +16,6 @@ from tests.support import plain_models, tiny
 from tests.support.fixtures import Folders, Models, Patch
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file  # noqa: E402
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration  # noqa: E402
@@ -54,9 +53,7 @@ QWEN = ("qwen3", "qwen3_moe")
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 KINDS = [LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL, LOCAL]
 # Tiny models of families whose caches are unlike the common one.
-UNLIKE = (
-    "gemma4", "gemma4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "converted_mla"
-)  # fmt: skip
+UNLIKE = ("gemma4", "gemma4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "converted_mla")
 UNLIKE_PAIRS = (
     ("gemma4", "gemma4_moe"),  # other depth, head widths, and ratio of local to global layers
     ("gemma4_moe", "gemma4"),
@@ -70,9 +67,8 @@ KL = objective_named("kl")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(root: Path) -> dict[str, Path]:
     """Model folders by name; a narrow source and the multimodal wrapper of one beside the rest."""
-    root = tmp_path_factory.mktemp("families")
     found = {name: tiny.write_model(root, name) for name in NAMES}
     found["narrow"] = tiny.write_tiny_model(
         root / "narrow", "gemma3_text", seed=10, layers=7, kv_heads=2, head_dim=16

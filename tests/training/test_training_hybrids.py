@@ -29,6 +29,7 @@ from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from tests.support import hybrid_models, trainings
+from tests.support.fixtures import Models, Printed
 
 WIDER = {"linear_key_head_dim": 12, "linear_num_value_heads": 6, "linear_value_head_dim": 20}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,9 +46,11 @@ DELTA, MAMBA, CONVOLUTIONS = (
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
-    root, write = tmp_path_factory.mktemp("hybrids"), hybrid_models.write_hybrid_model
-    return {name: kv.load(write(root / name, kind, **m)) for name, (kind, m) in TINY.items()}
+def hybrids(root: Path) -> Models:
+    return {
+        name: kv.load(hybrid_models.write_hybrid_model(root / name, kind, **m))
+        for name, (kind, m) in TINY.items()
+    }
 
 
 def by_hand(
@@ -107,7 +110,7 @@ def by_hand(
 @pytest.mark.parametrize(("nu", "native"), [(1, 0), (2, 0), (1, 1)])
 @pytest.mark.parametrize("pair", [DELTA, MAMBA], ids=str)
 def test_gradients_of_maps_of_states(
-    hybrids: dict[str, LanguageModel], pair: tuple[str, str], nu: int, native: int
+    hybrids: Models, pair: tuple[str, str], nu: int, native: int
 ) -> None:
     """Of every tensor, beside one graph through plain products."""
     source, target = (hybrids[name] for name in pair)
@@ -127,10 +130,6 @@ def test_gradients_of_maps_of_states(
         assert np.abs(mine - theirs).max() < 2e-3 * np.abs(theirs).max(), name
 
 
-def curve(out: Path) -> list[dict[str, Any]]:
-    return trainings.log_of(out.with_name(f"{out.name}.log.jsonl"))
-
-
 @pytest.mark.parametrize(
     ("pair", "rate", "options"),
     [
@@ -143,13 +142,13 @@ def curve(out: Path) -> list[dict[str, Any]]:
     ids=str,
 )
 def test_the_loss_falls(
-    hybrids: dict[str, LanguageModel], tmp_path: Path, pair: tuple[str, str], rate: float,
+    hybrids: Models, tmp_path: Path, pair: tuple[str, str], rate: float,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Of held-out conversations; the best translator is kept, by mlx-lm's own recurrences."""
     stream = trainings.Random(different=2)
     trainings.training(hybrids, tmp_path / "t", (rate,), pair=pair, stream=stream, **options).run()
-    losses = [line["held_out"][0] for line in curve(tmp_path / "t")]
+    losses = [line["held_out"][0] for line in trainings.log_of(tmp_path / "t")]
     assert len(losses) == 4 and min(losses) < 0.8 * losses[0]
     kept = kv.load_translator(tmp_path / "t")
     assert kept.config.state_maps == bool(options)
@@ -158,9 +157,7 @@ def test_the_loss_falls(
     assert np.mean(found) == pytest.approx(min(losses), rel=0.01)
 
 
-def test_the_verb_trains_maps_of_states(
-    hybrids: dict[str, LanguageModel], tmp_path: Path, capsys: Any
-) -> None:
+def test_the_verb_trains_maps_of_states(hybrids: Models, tmp_path: Path, capsys: Any) -> None:
     source, target = (hybrids[name] for name in DELTA)
     data = tmp_path / "chats.jsonl"
     talk = [{"role": "user", "content": "is it on? " * 9}, {"role": "assistant", "content": "yes"}]
@@ -184,9 +181,7 @@ def test_mlps_have_no_closed_form_of_states(native: int) -> None:
     TrainingPlan(kind="linear_mlp", state_maps=True)
 
 
-def test_pytorch_refuses_all_of_them(
-    hybrids: dict[str, LanguageModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pytorch_refuses_all_of_them(hybrids: Models, tmp_path: Path, capsys: Printed) -> None:
     """In a line that names the runtime that trains them, before anything is read."""
     known = {name: families.family_of(name) for name in families.known_families()}
     hybrid = [name for name, row in known.items() if isinstance(row, Recurrent)]

@@ -24,6 +24,7 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import pair_of
 from tests.support import hybrid_models, tiny
+from tests.support.fixtures import Folders, Models, Patch, Printed
 from tests.support.trainings import random_arrays
 
 
@@ -39,7 +40,7 @@ def shaped(layers: int, hidden: int, inner: int, heads: int, weights: int) -> An
     )
 
 
-def test_the_sum_of_released_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sum_of_released_shapes(monkeypatch: Patch) -> None:
     """Qwen3 0.6B to 4B in bfloat16, added up by hand, on a GPU and on a CPU."""
     small, large = shaped(28, 1024, 3072, 16, 1_192), shaped(36, 2560, 9728, 32, 8_045)
     monkeypatch.setattr(memory, "weights_bytes", lambda model: model.weights * 10**6)
@@ -150,9 +151,7 @@ def chats(tmp_path: Path) -> str:
     return str(path)
 
 
-def needed(
-    models: dict[str, LanguageModel], prefix: int, rates: int = 1, nu: int = 1, **recipe: bool
-) -> float:
+def needed(models: Models, prefix: int, rates: int = 1, nu: int = 1, **recipe: bool) -> float:
     """Gigabytes, with half a percent to spare."""
     ends, plan = (models["dense"], models["wide"]), TrainingPlan(nu=nu, recipe=Recipe(**recipe))
     found = memory.needs(*ends, make_config(*ends, plan), prefix, 16, rates, plan)
@@ -160,12 +159,12 @@ def needed(
 
 
 def test_train_refuses_what_cannot_fit(
-    folders: dict[str, Path],
-    models: dict[str, LanguageModel],
+    folders: Folders,
+    models: Models,
     chats: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capsys: Printed,
 ) -> None:
     """By the verb, in one line with a prefix that fits; with that one it trains."""
     line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"])]
@@ -184,7 +183,7 @@ def test_train_refuses_what_cannot_fit(
 
 
 def test_pair_leaves_out_lengths_that_do_not_fit(
-    models: dict[str, LanguageModel], chats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, chats: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     ends, said = (models["dense"], models["wide"]), list[str]()
     monkeypatch.chdir(tmp_path)

@@ -13,12 +13,11 @@ pytest.importorskip("torch")
 
 from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.watch import complaints, outlook
-from tests.support.fixtures import Patch
+from tests.support.fixtures import Models, Patch
 from tests.support.trainings import die_after, log_of, training
 
 Curve = list[dict[str, Any]]
@@ -77,7 +76,7 @@ def test_the_best_step_is_kept_stage_1_included(
     said: list[str] = []
     out = training(torch_models, tmp_path / "t", WILD, warn=said.append).run()
     config, weights = translator_folder.read(out)
-    facts, log = config.provenance, log_of(tmp_path / "t.log.jsonl")
+    facts, log = config.provenance, log_of(tmp_path / "t")
     assert log[-1]["held_out"][0] > log[0]["held_out"][0], "it was ruined"
     assert (facts["best_step"], facts["held_out_kl"]) == (0, log[0]["held_out"][0])
     stage1 = translator_folder.read(first)[1].arrays
@@ -90,12 +89,10 @@ def test_a_step_in_the_middle_is_kept_and_survives_a_kill(
     torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Two good steps, then the rate is raised until all is ruined, and the process killed."""
-    from kvlingo_mlx.training.recipe import Recipe
-
     monkeypatch.setattr(Recipe, "rate_factor", lambda self, step: 1e-3 if step < 2 else 3000.0)
     options: dict[str, Any] = {"learning_rates": (1.0,)}
     whole = training(torch_models, tmp_path / "whole", **options).run()
-    log = log_of(tmp_path / "whole.log.jsonl")
+    log = log_of(tmp_path / "whole")
     values = [line["held_out"][0] for line in log]
     assert values.index(min(values)) == 1 and log[1]["step"] == 2
     assert translator_folder.read_config(whole).provenance["best_step"] == 2
@@ -108,9 +105,6 @@ def test_a_step_in_the_middle_is_kept_and_survives_a_kill(
     assert all(np.array_equal(array, kept[1][name]) for name, array in kept[0].items())
     lines = [json.loads(line) for line in (tmp_path / "t.log.jsonl").read_text().splitlines()]
     assert [line.get("train_kl") for line in lines] == [line.get("train_kl") for line in log]
-
-
-Models = dict[str, LanguageModel]
 
 
 class Clock:
@@ -156,7 +150,7 @@ def test_the_rates_fall_in_the_time(models: Models, tmp_path: Path, rates: list[
     whole = Recipe(steps=len(rates), learning_rates=(1e-3,))
     expected = [1e-3 * whole.rate_factor(step) for step in range(len(rates))]
     assert np.abs(np.subtract(rates, expected))[4:].max() < 0.1e-3
-    lines = log_of(tmp_path / "t.log.jsonl")
+    lines = log_of(tmp_path / "t")
     assert lines[-1]["step"] == len(rates), "validated at the end"
     assert len(lines) + len(rates) <= 60
     assert 4 <= len(lines) <= 8, "a tenth of the time"
@@ -186,11 +180,10 @@ def test_what_is_spent_counts_after_a_kill(
     assert rates[-1] < 0.01e-3
 
 
-def curve_of(*kls: float) -> list[dict[str, Any]]:
-    return [{"step": step, "held_out": [kl, None]} for step, kl in enumerate(kls)]
-
-
 def test_what_more_time_may_bring() -> None:
+    def curve_of(*kls: float) -> Curve:
+        return [{"step": step, "held_out": [kl, None]} for step, kl in enumerate(kls)]
+
     said = outlook(curve_of(1.0, 0.6, 0.5, 0.45, 0.4))
     assert said is not None and "20 % (0.5000 to 0.4000)" in said and "as much again" in said
     said = outlook(curve_of(1.0, 0.6, 0.5, 0.495, 0.497))

@@ -29,13 +29,9 @@ def corpus_of(lengths: list[int], held_out: set[int]) -> Corpus:
 
 
 def r2_by_hand(predicted: np.ndarray, y: np.ndarray, fitted: np.ndarray) -> float:
-    """One less residual over variance around the fitted tokens' mean, number by number."""
-    residual = variance = 0.0
-    for row in range(len(y)):
-        for column in range(y.shape[1]):
-            residual += float(y[row, column] - predicted[row, column]) ** 2
-            variance += float(y[row, column] - fitted[:, column].mean()) ** 2
-    return 1 - residual / variance
+    """One less residual over variance around the fitted tokens' mean."""
+    residual, variance = ((y - around) ** 2 for around in (predicted, fitted.mean(axis=0)))
+    return float(1 - residual.sum() / variance.sum())
 
 
 def test_documents_are_cut_alike_and_split_whole() -> None:

@@ -28,6 +28,7 @@ from kvlingo_mlx.cuda.model import load as load_on_torch  # noqa: E402
 from kvlingo_mlx.evaluation.harness.answers import TextToWrite  # noqa: E402
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder  # noqa: E402
 from tests.support import tiny  # noqa: E402
+from tests.support.fixtures import Patch, Printed  # noqa: E402
 from tests.support.recalling import TALKS, recalled  # noqa: E402
 
 NAMES = "tiny-qwen3-s", "tiny-qwen3-l"
@@ -61,7 +62,7 @@ def ways(ends: Ends) -> Both:
 
 
 @pytest.fixture(autouse=True)
-def marked(monkeypatch: pytest.MonkeyPatch) -> None:
+def marked(monkeypatch: Patch) -> None:
     """The question of a dialogue is its last turn."""
     begin = SwitchingLM.__init__
     at = {"dialogues": "<|im_start|>user\n"}
@@ -126,13 +127,7 @@ def test_answers_are_those_of_mlx(ends: Ends, ways: Both) -> None:
     assert max(recall["hidden"], recall["shuffled"]) < 0.3
 
 
-@pytest.mark.parametrize(
-    "kind", [
-        "gemma3_text",
-        "qwen3_moe",
-        "deepseek_v3",
-    ]
-)  # fmt: skip
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_moe", "deepseek_v3"])
 def test_families_write_together_what_transformers_writes(tmp_path: Path, kind: str) -> None:
     """Rows are padded in front; those of a model with windows are written one at a time."""
     heads, dim = (4, 16) if kind == "deepseek_v3" else (1, 32)
@@ -157,9 +152,7 @@ def test_families_write_together_what_transformers_writes(tmp_path: Path, kind: 
         assert taken[n] == written[0, len(tokens) :].tolist(), n
 
 
-def test_the_verb_on_a_device(
-    tmp_path: Path, task_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_on_a_device(tmp_path: Path, task_folder: Path, capsys: Printed) -> None:
     pair = ["eval", "--source", NAMES[0], "--target", NAMES[1], "--include-path", str(task_folder),
             "--tasks", "tiny_answers", "--limit", "3", "--max-tokens", "6", "--thinking",
             "--switch-at", "prompt,trace"]  # fmt: skip

@@ -18,6 +18,7 @@ from benchmarks.paper.tasks import ADDED
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer
+from tests.support import paper_records
 from tests.support.fixtures import Models, Patch
 from tests.support.lm_eval_tasks import MT_BENCH, QUAC, offline
 
@@ -48,39 +49,14 @@ LONGMEMEVAL = [
      "haystack_sessions": [[{"role": "user", "content": "Later chat."}], SESSION]}
     for name, answer in (("q1", "Bern"), ("q2_abs", 3))
 ]  # fmt: skip
-REPLIQA = [
-    {"document_id": "doc", "document_topic": "News", "document_path": "x.pdf",
-     "document_extracted": "Ann won the race.", "question_id": f"doc-q{i}", "question": "Who won?",
-     "answer": answer, "long_answer": "NA"}
-    for i, answer in enumerate(("Ann.", "UNANSWERABLE"))
-]  # fmt: skip
-CHALLENGE = {"axis": "SELF_COHERENCE", "target_question": "Is it polite?", "num_turns": 3}
-MULTICHALLENGE = [
-    {**CHALLENGE, "question_id": "m1", "pass_criteria": "YES",
-     "conversation": [{"role": "user", "content": "Be polite."},
-                      {"role": "assistant", "content": "Gladly."},
-                      {"role": "user", "content": "Bye."}]},
-    {"QUESTION_ID": "m2", "AXIS": "SELF_COHERENCE", "TARGET_QUESTION": "Is it rude?",
-     "PASS_CRITERIA": "NO", "CONVERSATION": {"role": ["user"], "content": ["Bye."]}},
-]  # fmt: skip
+REPLIQA = paper_records.repliqa()[3:5]  # one with an answer, one without
 RECORDS = {"quac": [QUAC], "mt_bench_101": MT_BENCH, "longmemeval": LONGMEMEVAL,
            "repliqa": REPLIQA, "repliqa_facts": REPLIQA,
-           "multichallenge": MULTICHALLENGE}  # fmt: skip
+           "multichallenge": paper_records.multichallenge()}  # fmt: skip
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> dict[str, Path]:
-    """A local file for each of our tasks: JSON lists and JSON lines."""
-    files = {}
-    for name, records in RECORDS.items():
-        files[name] = tmp_path / f"{name}.json"
-        lines = "\n".join(json.dumps(record) for record in records)
-        files[name].write_text(json.dumps(records) if name == "longmemeval" else lines)
-    return files
-
-
-@pytest.fixture
-def own_results(run_native: Callable, data: dict[str, Path], monkeypatch: Patch) -> dict[str, Any]:
+def own_results(run_native: Callable, tmp_path: Path, monkeypatch: Patch) -> dict[str, Any]:
     """All our tasks, answered by a script: the last word of the question, upside down traces."""
     contexts: list[str] = []
 
@@ -88,7 +64,7 @@ def own_results(run_native: Callable, data: dict[str, Path], monkeypatch: Patch)
         contexts.append(context)
         if "Who drew him?" in context:
             return "Cannotanswer."
-        if "Is it" not in context and "race" in context:
+        if "Is it" not in context and "Ann won" in context:
             return "<think>never ending"
         return "He first appeared in 1937" if "Daffy" in context else "Bern {and} [[9]]"
 
@@ -98,7 +74,8 @@ def own_results(run_native: Callable, data: dict[str, Path], monkeypatch: Patch)
         return ((each, answer(each.context)) for each in asked)
 
     monkeypatch.setattr(PrefixLM, "_answers", answers)
-    found = run_native(*RECORDS, data=data, seed=5)
+    files = paper_records.put(tmp_path, RECORDS)
+    found = run_native(*RECORDS, data=files, seed=5)
     return {**found, "contexts": contexts}
 
 
@@ -106,7 +83,7 @@ def test_own_tasks_read_their_records(own_results: dict[str, Any]) -> None:
     tasks, contexts = own_results["tasks"], own_results["contexts"]
     assert {name: [item["id"] for item in task["items"]] for name, task in tasks.items()} == {
         "quac": ["d1#0", "d1#1"], "mt_bench_101": ["CM-7", "MR-8"],
-        "longmemeval": ["q1", "q2_abs"], "repliqa": ["doc-q0"], "repliqa_facts": ["doc-q0"],
+        "longmemeval": ["q1", "q2_abs"], "repliqa": ["d0-q3"], "repliqa_facts": ["d0-q3"],
         "multichallenge": ["m1", "m2"],
     }  # fmt: skip
     # Words of "He first appeared in 1937" in "Daffy first appeared in 1937": four of five.

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
 import numpy as np
 import pytest
 
@@ -18,6 +16,8 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
 from tests.support.command_line import run
+from tests.support.fixtures import Models, Pair, Patch, Printed
+from tests.support.guards import logs
 
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
 PAIR = ["paper eval", "--source", ENDS[0], "--target", ENDS[1], "--tasks", "continuation"]
@@ -25,7 +25,7 @@ WORDS = "the sun is up and Anna knows the code of Ben or so they say in Paris to
 
 
 @pytest.fixture
-def twins(tmp_path: Path) -> tuple[LanguageModel, LanguageModel]:
+def twins(tmp_path: Path) -> Pair:
     shape = {"layers": 4, "kv_heads": 2, "head_dim": 32}
     two = [kv.load(tiny.write_tiny_model(tmp_path / f"m{i}", "qwen3", seed=i, **shape))
            for i in range(2)]  # fmt: skip
@@ -38,9 +38,7 @@ def entries(cache: list) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize("step_size", [2048, 5])
-def test_reuse_is_between_verbatim_and_native(
-    twins: tuple[LanguageModel, LanguageModel], step_size: int
-) -> None:
+def test_reuse_is_between_verbatim_and_native(twins: Pair, step_size: int) -> None:
     source, target = twins
     tokens = tiny.random_tokens(17)
     own, theirs = (entries(conditions.native(m, step_size)(tokens)) for m in (target, source))
@@ -52,9 +50,7 @@ def test_reuse_is_between_verbatim_and_native(
     assert not np.array_equal(own[0][0], theirs[0][0])
 
 
-def test_a_sweep_reads_a_prefix_once(
-    twins: tuple[LanguageModel, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_reads_a_prefix_once(twins: Pair, monkeypatch: Patch) -> None:
     """Two reads a prefix for the whole sweep, and the numbers are those of each alone, although
     every one of them goes on to write into its caches."""
     source, target = twins
@@ -84,18 +80,15 @@ def test_a_sweep_reads_a_prefix_once(
     for j in range(5):
         total = 0.0
         for sample in samples:
-            logs = []
-            for made in (conditions.native(target), reuse.reused(source, target, j)):
-                cache = made(sample.prefix)
-                tokens = mx.array([[sample.prefix[-1], *sample.continuation[:-1]]])
-                row = np.array(target.model(tokens, cache=cache)[0].astype(mx.float32), np.float64)
-                logs.append(row - np.log(np.exp(row).sum(-1, keepdims=True)))
-            total += float((np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1).mean())
+            tokens = [sample.prefix[-1], *sample.continuation[:-1]]
+            makers = conditions.native(target), reuse.reused(source, target, j)
+            native, mine = (logs(target, made(sample.prefix), tokens) for made in makers)
+            total += float((np.exp(native) * (native - mine)).sum(-1).mean())
         assert kls[j] == pytest.approx(total / 3, abs=1e-5)
 
 
 def test_the_verb_counts_what_reuse_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = [*PAIR, "--limit", "2", "--baselines", "droidspeak,droidspeak:0", "--json", "r.json"]
@@ -110,9 +103,7 @@ def test_the_verb_counts_what_reuse_computes(
     assert shares["DroidSpeak, 0 of 4 recomputed"] == 0.0 and shares["native"] == 1.0
 
 
-def test_the_profiler_recomputes_no_more_than_it_must(
-    tmp_path: Path, models: dict[str, LanguageModel]
-) -> None:
+def test_the_profiler_recomputes_no_more_than_it_must(tmp_path: Path) -> None:
     """A source that differs in its last layer's keys alone needs every layer recomputed."""
     shape = {"layers": 4, "kv_heads": 2, "head_dim": 32}
     folder = tiny.write_tiny_model(tmp_path / "m", "qwen3", seed=1, **shape)
@@ -126,7 +117,7 @@ def test_the_profiler_recomputes_no_more_than_it_must(
     assert droidspeak.choose(source, target, samples) == 4
 
 
-def test_a_translations_share_by_hand(models: dict[str, LanguageModel]) -> None:
+def test_a_translations_share_by_hand(models: Models) -> None:
     """Maps above, whole layers below, for a dense target and a mixture of experts."""
     source, count = models["dense"], 40
     for name in ("wide", "moe"):

@@ -4,8 +4,6 @@ import json
 import math
 from pathlib import Path
 
-from kvlingo_mlx.backend import mx
-
 import numpy as np
 import pytest
 
@@ -20,6 +18,7 @@ from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import two_tokenizers
 from tests.support.fixtures import Models, Patch
+from tests.support.guards import logs
 
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
 PAIR = ["eval", "--source", ENDS[0], "--target", ENDS[1], "--tasks", "continuation"]
@@ -28,13 +27,8 @@ WORDS = "the sun is up and Anna knows the code of Ben or so they say in Paris to
 
 def losses(model: LanguageModel, tokens: list[int], read: int) -> list[float]:
     """The log losses of the tokens after the first ``read``, in float64, in one pass."""
-    logits = np.array(model.model(mx.array(tokens)[None])[0].astype(mx.float32), np.float64)
-    found = []
-    for place in range(read, len(tokens)):
-        row = logits[place - 1]
-        top = row.max()
-        found.append(top + math.log(np.exp(row - top).sum()) - row[tokens[place]])
-    return found
+    rows = logs(model, None, tokens)[read - 1 : -1]
+    return [-row[token] for row, token in zip(rows, tokens[read:], strict=True)]
 
 
 def test_windows_by_plain_loops(models: Models) -> None:
@@ -102,19 +96,15 @@ def test_the_command_cuts_windows(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 def test_windows_of_one_text_are_one_cluster() -> None:
-    """By loops: a mean over tokens, its error from the sums of each text's deviations."""
+    """A mean over tokens, its error from the sums of each text's deviations."""
     rng = np.random.default_rng(3)
     means, tokens = rng.normal(size=9), rng.integers(1, 50, 9)
     clusters = ["a", "b", "a", "c", "c", "c", "d", "a", "b"]
-    whole, weight = 0.0, 0
-    for mean, count in zip(means, tokens, strict=True):
-        whole, weight = whole + mean * count, weight + count
-    value, squares = whole / weight, 0.0
+    value, weight = (means * tokens).sum() / tokens.sum(), tokens.sum()
+    squares = 0.0
     for cluster in "abcd":
-        total = 0.0
-        for mean, count, name in zip(means, tokens, clusters, strict=True):
-            total += count * (mean - value) if name == cluster else 0.0
-        squares += total**2
+        mine = np.array([name == cluster for name in clusters])
+        squares += (tokens * (means - value))[mine].sum() ** 2
     found = over_tokens(means, tokens, clusters)
     assert found.value == pytest.approx(value) and found.count == 4
     assert found.error == pytest.approx(math.sqrt(4 / 3 * squares) / weight)

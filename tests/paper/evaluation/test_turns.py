@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import string
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from kvlingo_mlx.evaluation.journal import Responses
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.samples import Sample
-from tests.support import tiny
+from tests.support import paper_records, tiny
 from tests.support.command_line import run
 from tests.support.fixtures import Models, Patch, Printed
 from tests.support.identity import identity_of
+from tests.support.lm_eval_tasks import QUAC
 
 STORY = "Anna lives in Paris. The code of Ben is C2."
 ASKED = ("Where does Anna live?", "What is Ben's code?", "Who has a code?")
@@ -48,21 +50,7 @@ COQA = {"source": "mctest", "id": "3z", "filename": "x.txt", "story": STORY, "na
         "questions": objects(ASKED), "answers": [
             {"span_start": 0, "span_end": 4, "span_text": "x", **one} for one in objects(FIRST)],
         "additional_answers": {"0": objects(SECOND)}}  # fmt: skip
-QUAC = {
-    "dialogue_id": "d1", "wikipedia_page_title": "Daffy", "section_title": "Origin",
-    "background": "A duck.", "context": "Daffy came in 1937. CANNOTANSWER",
-    "questions": ["When?", "Who drew him?"], "turn_ids": ["d1_q#0", "d1_q#1"],
-    "answers": {"texts": [["in 1937", "Daffy came in 1937"], ["CANNOTANSWER"]],
-                "answer_starts": [[11], [0]]},
-    "orig_answers": {"texts": ["in 1937", "CANNOTANSWER"], "answer_starts": [6, 30]},
-}  # fmt: skip
-SAID = [("user", "Never say red."), ("assistant", "Agreed."), ("user", "I like it."),
-        ("assistant", "Good."), ("user", "My colour?")]  # fmt: skip
-CHALLENGE = {
-    "QUESTION_ID": "6745d0", "AXIS": "INSTRUCTION_RETENTION",
-    "CONVERSATION": [{"role": role, "content": content} for role, content in SAID],
-    "TARGET_QUESTION": "Does it say red?", "PASS_CRITERIA": "NO",
-}  # fmt: skip
+CHALLENGE = paper_records.multichallenge()[0]
 
 
 def written(path: Path, *records: Any, whole: bool = False) -> str:
@@ -97,15 +85,12 @@ def test_coqa_in_every_form_is_the_same(tmp_path: Path) -> None:
 
 def test_quac_and_multichallenge(tmp_path: Path) -> None:
     (talk,), _ = read_talks("quac", written(tmp_path / "q.jsonl", QUAC), depth=2)
-    assert (
-        talk.turns[0]
-        .messages[0]["content"]
-        .endswith("Daffy: Origin\n\nDaffy came in 1937.\n\nWhen?")
-    )
+    text = "Daffy Duck: Origin\n\nDaffy first appeared in 1937.\n\nWhen did he appear?"
+    assert talk.turns[0].messages[0]["content"].endswith(text)
     assert [turn.references for turn in talk.turns] == [
-        ("in 1937", "Daffy came in 1937"), ("CANNOTANSWER",)
+        ("in 1937", "Daffy first appeared in 1937"), ("CANNOTANSWER",)
     ]  # fmt: skip
-    official = {"title": "Daffy", "section_title": "Origin", "background": "", "paragraphs": [
+    official = {"title": "Daffy Duck", "section_title": "Origin", "background": "", "paragraphs": [
         {"id": "d1", "context": QUAC["context"], "qas": [
             {"question": question, "answers": [{"text": t, "answer_start": 0} for t in texts]}
             for question, texts in zip(QUAC["questions"], QUAC["answers"]["texts"], strict=True)
@@ -114,47 +99,32 @@ def test_quac_and_multichallenge(tmp_path: Path) -> None:
     assert read_talks("quac", file, depth=2)[0] == [talk]
 
     (talk,), _ = read_talks("multichallenge", written(tmp_path / "m.jsonl", CHALLENGE))
-    assert [turn.written for turn in talk.turns] == ["Agreed.", "Good.", None]
+    assert [turn.written for turn in talk.turns] == ["Gladly.", "Good.", None]
     assert talk.messages(2) == CHALLENGE["CONVERSATION"][:-1]
-    assert talk.judge == {"template": "multichallenge", "expected": "no",
-                          "fields": {"criterion": "Does it say red?"}}  # fmt: skip
+    assert talk.judge == {"template": "multichallenge", "expected": "yes",
+                          "fields": {"criterion": "Is it polite?"}}  # fmt: skip
     lower = {key.lower(): value for key, value in CHALLENGE.items()}
-    lower["conversation"] = {"role": [r for r, _ in SAID], "content": [c for _, c in SAID]}
+    said = lower["conversation"]
+    lower["conversation"] = {name: [m[name] for m in said] for name in said[0]}
     assert read_talks("multichallenge", written(tmp_path / "h.jsonl", lower))[0] == [talk]
 
 
 def plain_f1(answer: str, references: Sequence[str]) -> float:
     """CoQA's score by plain loops: against all references but one, the mean over that one."""
 
-    def bag(text: str) -> list[str]:
-        bare = "".join(c for c in text.lower() if c not in set(string.punctuation))
-        return [word for word in bare.split() if word not in ("a", "an", "the")]
+    def bag(text: str) -> Counter[str]:
+        bare = "".join(c for c in text.lower() if c not in string.punctuation)
+        return Counter(word for word in bare.split() if word not in ("a", "an", "the"))
 
     def f1(one: str, other: str) -> float:
         a, b = bag(one), bag(other)
-        if not a or not b:
-            return float(a == b)
-        left = list(b)
-        shared = 0
-        for word in a:
-            if word in left:
-                left.remove(word)
-                shared += 1
-        if not shared:
-            return 0.0
-        precision, recall = shared / len(a), shared / len(b)
-        return 2 * precision * recall / (precision + recall)
+        return 2 * (a & b).total() / (a + b).total() if a and b else float(a == b)
 
     if len(references) == 1:
         return f1(answer, references[0])
-    total = 0.0
-    for i in range(len(references)):
-        best = 0.0
-        for j in range(len(references)):
-            if j != i:
-                best = max(best, f1(answer, references[j]))
-        total += best
-    return total / len(references)
+    best = [max(f1(answer, other) for j, other in enumerate(references) if j != i)
+            for i in range(len(references))]  # fmt: skip
+    return sum(best) / len(best)
 
 
 def test_coqas_score_by_plain_loops() -> None:
@@ -383,7 +353,7 @@ def test_the_verb_asks_a_judge(tmp_path: Path, monkeypatch: Patch, capsys: Print
 
         def __call__(self, prompt: str) -> str:
             asked.append(prompt)
-            return "[[no]]"
+            return "[[yes]]"
 
     monkeypatch.setattr("benchmarks.paper.evaluation.judge.Judge", Planted)
     status = run([PAIR[0], f"two={THERE},{BACK},{more[0]},{more[1]}", *PAIR[1:], "multichallenge",

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 
 from benchmarks.paper.gpu.switch import FORMS, MapForm, Scene, forms_between, translators  # noqa: E402
@@ -17,7 +16,9 @@ from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.format.assignment import by_depth  # noqa: E402
 from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
+from tests.support import kinds  # noqa: E402
 from tests.support.gpu_scenes import ends_of, made, read  # noqa: E402
+from tests.support.translator_folders import SIDES  # noqa: E402
 
 # Triton's interpreter runs kernels on a CPU where TRITON_INTERPRET=1 is set, slowly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -25,48 +26,32 @@ KERNELS = pytest.mark.skipif(
     not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA GPU, or TRITON_INTERPRET=1"
 )
 TARGETS = ("tiny-l", "tiny-moe", "tiny-gemma-s", "tiny-gemma-l")
-PAIRS = (
-    "tiny-s:tiny-l",
-    "tiny-gemma-s:tiny-gemma-l",
-    "tiny-gemma-l:tiny-gemma-s",
-    "tiny-s:tiny-moe",
-)
+PAIRS = """
+    tiny-s:tiny-l tiny-gemma-s:tiny-gemma-l tiny-gemma-l:tiny-gemma-s tiny-s:tiny-moe
+""".split()
 
 
 def loops(
     config: TranslatorConfig, tensors: dict[str, Any], states: list[Any], target: TorchModel
 ) -> list[list[np.ndarray]]:
-    """Layer by layer and token by token in float64: keys and values (H, T, D) of each layer."""
-    found, shape = [], target.config
-    dim, heads = shape["head_dim"], shape["num_key_value_heads"]
+    """In float64, by plain loops: keys and values (H, T, D) of each layer."""
+    arrays = {name: tensor.double().numpy() for name, tensor in tensors.items()}
+    given = {s: [a[None] for a in rows] for s, rows in zip(SIDES, states, strict=True)}
+    made = kinds.reference(config.to_json(), arrays, given)
+    found = []
     for t, layer in enumerate(config.target.layers):
-        sides = []
-        for side, given in zip(("keys", "values"), states, strict=True):
-            weight = tensors[f"{side}.{t}.weight"].double().numpy()
-            read = np.concatenate([given[s] for s in config.assignment.side(side)[t]], axis=-1)
-            first = 0 if layer.window is None else max(0, len(read) - layer.window + 1)
-            out = np.zeros((heads, len(read) - first, dim))
-            for n in range(first, len(read)):
-                if config.head_mixing:
-                    state = (weight @ read[n]).reshape(heads, dim)
-                else:
-                    rows = read[n].reshape(-1, heads, dim)  # (nu, H, D)
-                    state = np.stack([weight[h] @ rows[:, h].reshape(-1) for h in range(heads)])
-                if side == "keys" and config.capture == "pre_norm":
-                    state = state / np.sqrt((state**2).mean(-1, keepdims=True) + 1e-6)
-                    gain = target.attentions[t].k_norm.weight.double().numpy()
-                    state = state * (gain + ("gemma" in target.name))
-                if side == "keys" and config.capture != "post_rope":
-                    local = layer.window is not None
-                    scaled = 8.0 if "rope_scaling" in shape else 1.0
-                    base, factor = (1e4, 1.0) if local else (1e6, scaled)
-                    angles = n / factor * base ** (-np.arange(0, dim, 2) / dim)
-                    a, b = state[:, : dim // 2], state[:, dim // 2 :]
-                    cos, sin = np.cos(angles), np.sin(angles)
-                    state = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-                out[:, n - first] = state
-            sides.append(out)
-        found.append(sides)
+        keys, values = (made[side][t][0] for side in SIDES)
+        if config.capture == "pre_norm":
+            gain = target.attentions[t].k_norm.weight.double().numpy()
+            keys = keys / np.sqrt((keys**2).mean(-1, keepdims=True) + 1e-6)
+            keys = keys * (gain + ("gemma" in target.name))
+        if config.capture != "post_rope":
+            scaled = 8.0 if "rope_scaling" in target.config else 1.0
+            base, factor = (1e6, scaled) if layer.window is None else (1e4, 1.0)
+            places = np.arange(keys.shape[1])[:, None] / factor
+            keys = kinds.rotated(keys, places, base)
+        first = 0 if layer.window is None else max(0, keys.shape[1] - layer.window + 1)
+        found.append([keys[:, first:], values[:, first:]])
     return found
 
 
@@ -121,7 +106,7 @@ def test_a_model_goes_on_from_its_own_translated_states(name: str) -> None:
     states = target.states(ids[:-1])
     with torch.no_grad():
         wanted = target.model(scene.ids).logits[0, -1]
-        fast([torch.stack(states.side(side)) for side in ("keys", "values")], scene.memory)
+        fast([torch.stack(states.side(side)) for side in SIDES], scene.memory)
         assert torch.allclose(scene.step()[0], wanted, atol=1e-5)
         assert torch.allclose(scene.step()[0], wanted, atol=1e-5)  # a step leaves no trace
         assert torch.allclose(scene.read(0, tokens + 1, 5)[0], wanted, atol=1e-5)

@@ -35,6 +35,7 @@ from benchmarks.paper.reproducing.work import TINY, Heard, Work
 from benchmarks.paper.training.paper_pairs import filled
 from kvlingo_mlx.errors import KVLingoError, MissingModelError, NotEnoughMemoryError
 from kvlingo_mlx.training.plan import TrainingPlan
+from tests.support.fixtures import Patch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -51,25 +52,19 @@ def test_every_label_of_the_paper_has_an_entry() -> None:
     assert len(LABELS) == 75
     assert {(e.kind, e.label) for e in ENTRIES} == {(kind, label) for kind, label in LABELS}
     assert len(ENTRIES) == len(LABELS)
+    assert set(tables()) == {label for kind, label in LABELS if kind == "table"}
 
 
 def test_every_entry_is_made_or_has_a_reason() -> None:
+    """All is every label that is made."""
     for entry in ENTRIES:
         if entry.maker not in MAKERS:
             assert entry.maker == "protocol"
             assert (ROOT / entry.why).exists(), f"{entry.label} names {entry.why}"
-
-
-def test_all_is_every_label_that_is_made() -> None:
     made = [entry for entry in ENTRIES if entry.maker in MAKERS]
     assert named(["all"]) == made and len(made) > 60
     with pytest.raises(ValueError, match="no table or figure 'all'"):
         named(["all", "tab:cost"])
-
-
-def test_every_table_of_numbers_is_data() -> None:
-    have = set(tables())
-    assert have == {label for kind, label in LABELS if kind == "table"}
 
 
 @pytest.mark.parametrize("entry", SCORES, ids=lambda entry: entry.label)
@@ -204,7 +199,7 @@ def test_made_models_are_asked_as_the_paper_has_them() -> None:
 
 @pytest.mark.parametrize("there", [(), LATENTS[:1], LATENTS])
 def test_a_missing_made_model_is_refused_before_anything_is_read(
-    there: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: tuple[str, ...], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """With both of them there, the entry is made."""
     monkeypatch.setitem(MAKERS, "scores", lambda entry, work: Result((), (), ()))
@@ -250,9 +245,7 @@ def test_rates_are_stated_or_swept(wanted: Wanted, swept: bool, first: Wanted | 
     assert not settings(Work(Path("room"), size=TINY), wanted)[1].get("sweep", False)
 
 
-def test_what_cannot_run_is_refused_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_run_is_refused_before_it_begins(tmp_path: Path, monkeypatch: Patch) -> None:
     said: list[str] = []
     work = Work(tmp_path, heard=Heard(warn=said.append))
     monkeypatch.setattr(Work, "trains", "cpu")

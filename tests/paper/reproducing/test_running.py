@@ -138,7 +138,6 @@ def test_a_deeper_stand_in_says_the_same(tmp_path: Path) -> None:
 
 def test_latents_that_stand_in_say_the_same(tmp_path: Path) -> None:
     """Of a zoo model, converted by the tool of the paper's: nearly whole, as its rank is."""
-    pytest.importorskip("transformers")
     models = Models(None, True, tmp_path)
     name, _ = models.names(LATENTS)
     assert (name, models.stands_in(LATENTS)) == ("tiny-qwen3-s-latents", "")

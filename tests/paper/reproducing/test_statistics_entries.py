@@ -17,6 +17,7 @@ from benchmarks.paper.reproducing.models import Models
 from benchmarks.paper.reproducing.results import Result
 from benchmarks.paper.reproducing.tables import tables
 from benchmarks.paper.reproducing.work import Work
+from tests.support.fixtures import Patch
 
 
 def fits(*layers: tuple[float, float]) -> list[LayerFit]:
@@ -40,15 +41,13 @@ PLANTED = Report(
 )  # fmt: skip
 
 
-def made(
-    label: str, monkeypatch: pytest.MonkeyPatch, report: Report = PLANTED, tiny: bool = False
-) -> Result:
+def made(label: str, monkeypatch: Patch, report: Report = PLANTED, tiny: bool = False) -> Result:
     """An entry whose every report is a planted one; a tiny run has all pairs."""
     monkeypatch.setattr(statistics, "report_of", lambda *given, **asked: report)
     return statistics.make(BY_LABEL[label], Work(Path("nowhere"), Models(tiny=tiny)))
 
 
-def test_rows_have_the_papers_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_the_papers_columns(monkeypatch: Patch) -> None:
     found = made("tab:linearity", monkeypatch)
     assert (*found.titles, *found.columns) == tables()["tab:linearity"].columns
     for line in found.lines[:2]:
@@ -80,7 +79,7 @@ def test_rho_is_the_mean_of_the_layers_quotients() -> None:
     assert (without.linear, without.affine) == pytest.approx((0.6, 0.6))
 
 
-def test_figures_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_numbers(monkeypatch: Patch) -> None:
     contrast = made("app:fig:cka", monkeypatch).lines
     assert len(contrast) == 2 * (6 + 2) and contrast[0].values == pytest.approx((0.6 - 0.4, 0.5))
     grids: Any = made("fig:cka", monkeypatch).lines

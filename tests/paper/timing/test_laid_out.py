@@ -1,16 +1,13 @@
 """Records laid out as the paper's tables: planted with the paper's values, they give its rows."""
 
-import json
 from typing import Any
 
 import pytest
 
+from benchmarks.paper.reproducing.tables import tables
 from benchmarks.paper.timing.laid_out import LABELS, laid_out
-from tests.support import paper_tables
 
-PRINTED = {
-    table["label"]: table for table in map(json.loads, paper_tables.FILE.read_text().splitlines())
-}
+PRINTED = tables()
 H100 = {"cuda": "NVIDIA H100 80GB HBM3", "chip": "AMD EPYC"}
 MAC = {"cuda": None, "chip": "Apple M3 Ultra"}
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
@@ -21,7 +18,7 @@ SERVED = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "gemma-3-4b", "gem
 
 def bench() -> dict[str, Any]:
     """A record of bench with the paper's times as its medians."""
-    rows = [row[2:] for row in PRINTED["app:tab:moespeed"]["rows"]]
+    rows = [row[2:] for row in PRINTED["app:tab:moespeed"].rows]
     names = ("source_prefill", "native", "translate float32", "translate bfloat16")
     timings = []
     for i, length in enumerate((64, 128, 256, 512, 1024)):
@@ -40,7 +37,7 @@ def bench() -> dict[str, Any]:
 
 def switches() -> dict[str, Any]:
     pairs: dict[str, list[Any]] = {}
-    for part, length, *cells in PRINTED["tab:cost"]["rows"]:
+    for part, length, *cells in PRINTED["tab:cost"].rows:
         small, large = SHAPES[part]
         for pair, three in ((f"{large}:{small}", cells[:3]), (f"{small}:{large}", cells[3:])):
             names = ("translation: mixing, fused", "step", "re-prefill")
@@ -55,7 +52,7 @@ def switches() -> dict[str, Any]:
 
 def served() -> dict[str, Any]:
     models: dict[str, list[Any]] = {}
-    for name, (_, _, *cells) in zip(SERVED, PRINTED["app:tab:vllm"]["rows"], strict=True):
+    for name, (_, _, *cells) in zip(SERVED, PRINTED["app:tab:vllm"].rows, strict=True):
         for length, cell in zip(LENGTHS, cells, strict=True):
             first, each = (float(part) / 1e3 for part in cell.split(" / "))
             found = {"tokens": length, "first_token": [9.0, first, 0.0], "per_token": [each]}
@@ -88,8 +85,8 @@ RECORDS = {"app:tab:moespeed": bench, "tab:cost": switches, "app:tab:vllm": serv
 @pytest.mark.parametrize("label", RECORDS)
 def test_the_papers_values_give_the_papers_rows(label: str) -> None:
     found = laid_out(label, [RECORDS[label]()])
-    assert found.columns == PRINTED[label]["columns"]
-    wanted = [list(row) for row in PRINTED[label]["rows"]]
+    assert found.columns == list(PRINTED[label].columns)
+    wanted = [list(row) for row in PRINTED[label].rows]
     if label == "app:tab:moespeed":  # its speed-ups are of times that it does not print
         for row, printed in zip(
             (found.rows[7], found.rows[9]), (wanted[7], wanted[9]), strict=True
@@ -104,7 +101,9 @@ def test_the_papers_values_give_the_papers_rows(label: str) -> None:
 
 def test_a_memory_budget_has_the_papers_cells() -> None:
     found = laid_out("app:tab:budget", [budget()])
-    assert [row[:3] for row in found.rows] == [row[:3] for row in PRINTED["app:tab:budget"]["rows"]]
+    assert [row[:3] for row in found.rows] == [
+        list(row[:3]) for row in PRINTED["app:tab:budget"].rows
+    ]
     assert found.rows[0][3:] == [62.0, "+9%", "-5%", "9.9 → 9.1"]
     assert found.rows[3][3:] == [110.0, "+44%", "+36%", "50.2 → 29.4"]
     assert found.rows[1][3:] == [None] * 4 and found.differs == []
@@ -137,7 +136,7 @@ def test_what_was_not_measured_is_none_and_the_later_record_counts() -> None:
     found = laid_out("tab:cost", [first])
     assert found.rows[0] == ["Qwen3-0.6B/1.7B", 2048.0, None, None, None, 3.5, 29.0, 30.0]
     (later,) = (second["results"]["pairs"]["qwen3-1.7b:qwen3-0.6b"][0],)
-    later["rows"]["step"]["median_s"] = 0.0017
+    later.rows["step"]["median_s"] = 0.0017
     second["results"]["pairs"] = {"qwen3-1.7b:qwen3-0.6b": [later],
                                   "tiny-s:tiny-l": first["results"]["pairs"]}  # fmt: skip
     second["results"]["plans"]["qwen3-1.7b:qwen3-0.6b"] = {"nu": 4}

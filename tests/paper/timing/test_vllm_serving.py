@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.support import paper_tables
-
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
+from benchmarks.paper.reproducing.tables import tables
 from benchmarks.paper.timing import vllm_serving
 
 
 def test_the_tables_rows_are_served() -> None:
-    tables = {t["label"]: t for t in map(json.loads, paper_tables.FILE.read_text().splitlines())}
-    assert [row[1] for row in tables["app:tab:vllm"]["rows"]] == list(vllm_serving.SERVED_ROWS)
+    assert [row[1] for row in tables()["app:tab:vllm"].rows] == list(vllm_serving.SERVED_ROWS)
 
 
 class Planted:

@@ -1,16 +1,14 @@
 """The learning rates of the paper's pairs, against the paper's own table (label "tab:lrs")."""
 
-import json
 from typing import Any
 
 import pytest
 
+from benchmarks.paper.reproducing.tables import tables
 from benchmarks.paper.training import jobs
 from benchmarks.paper.training.paper_pairs import PAIRS, filled, rate_of
 from kvlingo_mlx.training.command_line import Options
-from tests.support import paper_tables
 
-TABLES = paper_tables.FILE
 # The table's columns as options.
 COLUMNS: dict[str, dict[str, Any]] = {
     "head-mixing / nu = 1, depth": {"nu": 1},
@@ -36,15 +34,13 @@ def released(family: str, size: str) -> str:
 
 def rows() -> list[tuple[str, str, dict[str, Any], float]]:
     """Source, target, options and rate of every number in the table."""
-    tables = (json.loads(line) for line in TABLES.read_text().splitlines())
-    (found,) = (table for table in tables if table["label"] == "tab:lrs")
-    made = []
-    for _, pair, direction, *cells in found["rows"]:
+    found, made = tables()["tab:lrs"], []
+    for _, pair, direction, *cells in found.rows:
         family, sizes = pair.rsplit("-", 1)
         small, large = (released(family, size) for size in sizes.split("/"))
         ways = {"L → S": [(large, small)], "S → L": [(small, large)]}
         for way in ways.get(direction, [(small, large), (large, small)]):
-            for name, cell in zip(found["columns"][2:], cells, strict=True):
+            for name, cell in zip(found.columns[2:], cells, strict=True):
                 if cell is not None:
                     made.append((*way, COLUMNS[name], number(cell)))
     return made

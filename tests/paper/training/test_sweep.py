@@ -17,12 +17,14 @@ from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import distill, trainer
+from kvlingo_mlx.training.checkpoints import log_of, read_log
 from kvlingo_mlx.training.command_line import Listeners, Options
 from kvlingo_mlx.training.objectives import Loss
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
 from tests.support.fixtures import Folders, Models, Patch
+from tests.support.random_samples import Random
 
 STEPS = 8
 FIRST = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
@@ -112,15 +114,6 @@ def landscape(best: float, highest: float = math.inf) -> type[MLXPair]:
     return Landscape
 
 
-class Talks:
-    def sample(self, index: int) -> Sample:
-        tokens = np.random.default_rng(index % 3).integers(5, 280, 40).tolist()
-        return Sample(tuple(tokens[:30]), tuple(tokens[30:]))
-
-    def held_out(self, count: int = 64) -> list[Sample]:
-        return [self.sample(index) for index in range(count)]
-
-
 def made(
     models: Models, out: Path, first: tuple[float, ...] = FIRST, **more: Any
 ) -> SimpleNamespace:
@@ -130,7 +123,7 @@ def made(
     recipe = more.pop("recipe", recipe)
     plan = TrainingPlan(fit_samples=4, held_out=2, recipe=recipe, **more.pop("plan", {}))
     training = SweepTrainer(
-        models["dense"], models["wide"], Talks(), plan, out, keep_every=0.0, warn=warned.append,
+        models["dense"], models["wide"], Random(), plan, out, keep_every=0.0, warn=warned.append,
         say=said.append, **more,
     )  # fmt: skip
     return SimpleNamespace(training=training, said=said, warned=warned)
@@ -139,9 +132,8 @@ def made(
 def result(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A translator's provenance, without what differs from run to run, and its log."""
     found = dict(translator_folder.read_config(out).provenance)
-    lines = (out.with_name(f"{out.name}.log.jsonl")).read_text().splitlines()
     times = ("seconds", "spent")
-    return found, [{k: v for k, v in json.loads(x).items() if k not in times} for x in lines]
+    return found, [{k: v for k, v in x.items() if k not in times} for x in read_log(log_of(out))]
 
 
 def finals(log: list[dict[str, Any]]) -> dict[float, float | None]:
@@ -311,9 +303,7 @@ def test_an_mlps_stage_1_is_swept_too(
     assert ("0.03, 0.1" in groups(run.said) or "0.1" in groups(run.said)) == (not rates)
 
 
-def test_a_job_sweeps_around_its_rate(
-    models: Models, folders: Folders, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_job_sweeps_around_its_rate(folders: Folders, tmp_path: Path, monkeypatch: Patch) -> None:
     """The rates of the window end with what a run of them without a sweep ends with, to the bit."""
     monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)  # which takes longer than the rest
     path = tmp_path / "chats.jsonl"

@@ -70,6 +70,14 @@ class Family:
         return [spelled.get(piece, piece.replace("~", " ")) for piece in self.writes.split(" ")]
 
 
+@dataclass(frozen=True)
+class Writer(Family):
+    """A model that writes these pieces, in any template."""
+
+    template: str = ""  # type: ignore[misc] # a property there
+    pieces: tuple[str, ...] = ()  # type: ignore[assignment]
+
+
 IM = ("<|im_start|>",)
 THINK = ("<think>", "</think>")
 CALL = ("<tool_call>", "</tool_call>")

@@ -45,8 +45,9 @@ class TorchPair(Pair):
     def entry(
         self, layer: int, sides: Sequence[torch.Tensor], capture: str, at: Any = None
     ) -> gradients.Entry:
+        keys, values = sides
         at = 0 if at is None else self.array(at)
-        return self.target.entry(layer, *sides, capture, at)
+        return self.target.entry(layer, keys, values, capture, at)
 
     def spans(self, sample: Sample, capture: str) -> Iterator[tuple[States, States]]:
         yield gradients.paired_states(self.source, self.target, sample, capture)

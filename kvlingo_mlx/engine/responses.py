@@ -191,7 +191,11 @@ def with_prefix(
     if not processors or not prefix:
         return processors
     head = mx.array(list(prefix))
-    return [lambda ids, logits, p=p: p(mx.concatenate([head, ids]), logits) for p in processors]
+
+    def whole(processor: LogitsProcessor) -> LogitsProcessor:
+        return lambda tokens, logits: processor(mx.concatenate([head, tokens]), logits)
+
+    return list(map(whole, processors))
 
 
 def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:

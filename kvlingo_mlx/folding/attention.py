@@ -84,9 +84,9 @@ class FoldedPrefix:
         return self._packed_product(weights, transpose=False)
 
     def _packed_product(self, rows: mx.array, *, transpose: bool) -> mx.array:
-        (_, scales, _), (group_size, bits) = self.arrays, self.packing or (0, 0)
+        (weight, scales, biases), (group_size, bits) = self.arrays, self.packing or (0, 0)
         how: Any = {"transpose": transpose, "group_size": group_size, "bits": bits}
-        return mx.quantized_matmul(rows.astype(scales.dtype), *self.arrays, **how)
+        return mx.quantized_matmul(rows.astype(scales.dtype), weight, scales, biases, **how)
 
 
 @dataclass(frozen=True)

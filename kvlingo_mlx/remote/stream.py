@@ -141,7 +141,9 @@ class Transfer:
             unread = mx.broadcast_to(mx.array(math.nan), shape)
             return arrays.get(f"{side}.{index}", unread)[None]
 
-        both = (tuple(one(side, *each) for each in enumerate(self._layers)) for side in SIDES)
+        keys, values = (
+            tuple(one(side, *each) for each in enumerate(self._layers)) for side in SIDES
+        )
         named = {split(name): array for name, array in arrays.items()}
         kept = {layer: array[None] for (side, layer), array in named.items() if side == KEPT}
-        return KVStates(*both, self._order.capture, span.start, kept)
+        return KVStates(keys, values, self._order.capture, span.start, kept)

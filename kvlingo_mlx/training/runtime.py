@@ -201,12 +201,12 @@ class Pair(Rows, Protocol):
             at = np.concatenate([aligned.positions, others])
             seen = aligned.seen(matched_positions(tokens, aligned), others)
             ours = [do.joined([a.T, b[others.tolist()].T]).T for a, b in both]
-        entry, right, errors = placed(ours, at=at), placed(its), list[Any]()
+        (keys, values), right, errors = placed(ours, at=at), placed(its), list[Any]()
         for each in reading.attended[layer]:
             if shapes(right) != each.shapes:
                 raise _unmatched(self.target)
             wanted = each.gathered(*right)
-            wrong = (each.gathered(*entry, seen) - wanted).square().sum()
+            wrong = (each.gathered(keys, values, seen) - wanted).square().sum()
             errors.append(wrong / wanted.square().sum())
         return sum(errors) / len(errors)
 

@@ -96,8 +96,7 @@ class Trainer:
         """
         if self.finished():
             return self.out
-        ends = self.config.source, self.config.target
-        narrow = narrow_groups(*(end.layers for end in ends), self.plan.nu)
+        narrow = narrow_groups(self.config.source.layers, self.config.target.layers, self.plan.nu)
         for note in filter(None, (narrow, *self.notes)):
             self._tell(self.warn, note)
         try:

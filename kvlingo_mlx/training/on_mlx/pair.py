@@ -73,8 +73,9 @@ class MLXPair(DeviceRows, Pair):
     def entry(
         self, layer: int, sides: Sequence[mx.array], capture: str, at: Any = None
     ) -> tuple[mx.array, ...]:
+        keys, values = sides
         at = None if at is None else mx.array(at)
-        return caches.entry(self.target, layer, *sides, capture, positions=at)
+        return caches.entry(self.target, layer, keys, values, capture, positions=at)
 
     def receipt(
         self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], own: HeldOut | None = None

@@ -1,6 +1,5 @@
 """Models and translators from the Hub: a real client against a server on the loopback."""
 
-import base64
 import hashlib
 import http.server
 import json
@@ -13,18 +12,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import huggingface_hub
 import numpy as np
 import pytest
 import safetensors.numpy
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo_names
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.store import publishing
 from tests.support import tiny
 from tests.support.fixtures import Folders, Patch, Printed
 from tests.support.processes import WITHOUT_TORCH
@@ -49,8 +51,6 @@ class LoopbackHub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)  # method and path of each
     tokens: set[str] = field(default_factory=set)  # the authorization headers
-    uploads: Path | None = None  # a folder; None refuses every upload
-    private: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         hub = self
@@ -65,8 +65,6 @@ class LoopbackHub:
 
             def do_POST(self) -> None:
                 hub.receive(self)
-
-            do_PUT = do_POST
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -113,70 +111,10 @@ class LoopbackHub:
             _send(request, 404, b"")
 
     def receive(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        """What an upload asks, in its order: repository, branch, upload modes, blobs, commit."""
-        path = urllib.parse.urlparse(request.path).path
-        body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
-        self.requests.append(f"{request.command} {path}")
-        self.tokens.add(request.headers.get("authorization", ""))
-        parts = [urllib.parse.unquote(part) for part in path.strip("/").split("/")]
-        if self.uploads is None:
-            _send(request, 403, b"")
-        elif parts == ["api", "validate-yaml"]:
-            _json(request, {"errors": [], "warnings": []})
-        elif parts == ["api", "repos", "create"]:
-            self._create(json.loads(body), request)
-        elif parts[:2] == ["api", "models"] and parts[4] == "branch":
-            repository = self.repositories["/".join(parts[2:4])]
-            repository.commits.setdefault(parts[5], repository.commits["main"])
-            _json(request, {})
-        elif parts[:2] == ["api", "models"] and parts[4] == "preupload":
-            files = [
-                {"path": file["path"], "shouldIgnore": False,
-                 "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular"}
-                for file in json.loads(body)["files"]
-            ]  # fmt: skip
-            _json(request, {"files": files})
-        elif path.endswith(".git/info/lfs/objects/batch"):
-            objects = json.loads(body)["objects"]
-            for blob in objects:
-                blob["actions"] = {"upload": {"href": f"{self.url}/blobs/{blob['oid']}"}}
-            _json(request, {"transfer": "basic", "objects": objects})
-        elif parts[0] == "blobs":
-            assert hashlib.sha256(body).hexdigest() == parts[1], "another content than promised"
-            (self.uploads / parts[1]).write_bytes(body)
-            _send(request, 200, b"")
-        elif parts[:2] == ["api", "models"] and parts[4] == "commit":
-            self._commit("/".join(parts[2:4]), parts[5], body, request)
-        else:
-            _send(request, 404, b"")
-
-    def _create(self, asked: dict, request) -> None:
-        repo_id = f"{asked.get('organization') or 'me'}/{asked['name']}"
-        status = 409 if repo_id in self.repositories else 200
-        if status == 200:
-            self.add(repo_id, self._new_folder())
-            if asked.get("private") or asked.get("visibility") == "private":
-                self.private.add(repo_id)
-        _json(request, {"url": f"{self.url}/{repo_id}"}, status)
-
-    def _new_folder(self) -> Path:
-        assert self.uploads is not None
-        folder = self.uploads / f"repository-{len(list(self.uploads.iterdir()))}"
-        folder.mkdir()
-        return folder
-
-    def _commit(self, repo_id: str, revision: str, body: bytes, request) -> None:
-        assert self.uploads is not None
-        folder = self._new_folder()
-        for line in map(json.loads, body.splitlines()):
-            value = line["value"]
-            if line["key"] == "file":
-                (folder / value["path"]).write_bytes(base64.b64decode(value["content"]))
-            if line["key"] == "lfsFile":
-                (folder / value["path"]).write_bytes((self.uploads / value["oid"]).read_bytes())
-        commit = self.add(repo_id, folder, revision)
-        url = f"{self.url}/{repo_id}/commit/{commit}"
-        _json(request, {"commitUrl": url, "commitOid": commit})
+        """An upload, which is refused."""
+        request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        self.requests.append(f"{request.command} {request.path}")
+        _send(request, 403, b"")
 
     def _find(self, repo_id: str, revision: str, request) -> tuple[str, Path] | None:
         repository = self.repositories.get(repo_id)
@@ -250,8 +188,6 @@ def clean(hub: LoopbackHub) -> None:
     hub.repositories.clear()
     hub.requests.clear()
     hub.tokens.clear()
-    hub.private.clear()
-    hub.uploads = None
 
 
 @pytest.fixture
@@ -486,21 +422,33 @@ def test_a_revision_of_what_has_none_is_refused(folders: Folders) -> None:
 
 
 def test_publish_uploads_the_formats_own_files(
-    hub: LoopbackHub, command, translator: Path, tmp_path: Path
+    hub: LoopbackHub, command, translator: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """What was uploaded is what an import of it reads; the pickle beside it stays where it is."""
-    hub.uploads = tmp_path / "uploads"
-    hub.uploads.mkdir()
-    done = command("publish", str(translator), "me/new", "--private")
+    api = create_autospec(HfApi, instance=True)
+
+    def commit(repo: str, operations: list, *, revision: str, **told: str) -> SimpleNamespace:
+        folder = tmp_path / "uploaded"
+        folder.mkdir()
+        for each in operations:
+            with each.as_file() as file:
+                (folder / each.path_in_repo).write_bytes(file.read())
+        return SimpleNamespace(commit_url=f"commit/{hub.add(repo, folder, revision)}")
+
+    api.create_commit.side_effect = commit
+    monkeypatch.setattr(publishing, "HfApi", lambda: api)
+    done = command("publish", str(translator), "me/new", "--private", "--revision", "v2")
     assert done.returncode == 0, done.stderr
     assert "left out, since they are no files of a translator: pytorch_model.bin" in done.stderr
-    assert "ungraded" in done.stderr and f"{hub.url}/me/new/commit/" in done.stdout
-    _, folder = hub.repositories["me/new"].commits["main"]
+    api.create_repo.assert_called_once_with("me/new", private=True, exist_ok=True)
+    api.create_branch.assert_called_once_with("me/new", branch="v2", exist_ok=True)
+    made, folder = hub.repositories["me/new"].commits["v2"]
+    assert "ungraded" in done.stderr and f"commit/{made}" in done.stdout
     own = {p.name for p in translator.iterdir()} & FORMAT
     assert own and {p.name for p in folder.iterdir()} == own
     assert all((folder / n).read_bytes() == (translator / n).read_bytes() for n in own)
-    assert hub.private == {"me/new"} and f"Bearer {TOKEN}" in hub.tokens
-    back = command("import", "me/new", "--out", str(tmp_path / "back"), "--dtype", "float32")
+    there = ("--out", str(tmp_path / "back"), "--dtype", "float32", "--revision", "v2")
+    back = command("import", "me/new", *there)
     assert back.returncode == 0, back.stderr
     assert "grade: ungraded: it has no receipt" in back.stdout
     mine, theirs = kv.load_translator(translator), kv.load_translator(tmp_path / "back")

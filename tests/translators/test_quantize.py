@@ -4,6 +4,7 @@ Two references: weights made so that 8 or 4 bits hold them exactly, for which a 
 translator must equal the float one; and random ones, unpacked here word by word.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -42,6 +43,7 @@ from tests.support.kinds import (
     reference,
     to_device,
 )
+from tests.support.native_caches import alike
 from tests.support.processes import WITHOUT_TORCH
 from tests.support.translator_folders import SIDES, Arrays, Layout, layer_json, to_config
 
@@ -117,6 +119,23 @@ def test_random_weights_are_their_words(form: Layout, bits: int, batched: bool) 
     far = errors(found, reference(data, arrays, states))
     for error, changed in zip(far, affected(data, arrays), strict=True):
         assert least < error < most if changed else error <= TOLERANCE
+
+
+@each_layout
+@pytest.mark.parametrize("bits", [None, 8])
+@each_form
+def test_a_window_takes_its_tokens_alone(
+    form: Layout, bits: int | None, batched: bool, monkeypatch: Patch
+) -> None:
+    """And loses nothing by it: on a CPU what a layer with a window keeps is the same to the bit."""
+    monkeypatch.setattr(products, "BLOCK", 16)
+    data = wide_config(form)
+    translator = quantised(data, random_arrays(form, data, True), bits, batched)
+    states, firsts = to_device(random_states(data, 1, 68)), [0, 60, 0, 60, 0]
+    whole, found = layers_of(translator(states)), layers_of(translator(states, firsts))
+    for side, layer in itertools.product(SIDES, range(5)):
+        kept, first = found[side][layer], firsts[layer]
+        assert kept.shape[2] == 68 - first and alike(kept, whole[side][layer][:, :, first:])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -419,20 +419,8 @@ def test_the_command_writes_no_diverged_model(
     monkeypatch.setattr(tune, "start", lambda device: None)  # the tests' own group
     monkeypatch.setattr(tune.dist, "destroy_process_group", lambda: None)
     out, partial = tmp_path / "out", tmp_path / "out.partial"
-    words = [
-        converted,
-        zoo(SMALL),
-        out,
-        "--data",
-        data,
-        "--steps",
-        1,
-        "--tokens",
-        512,
-        "--held-out",
-        2,
-    ]
-    monkeypatch.setattr(sys, "argv", ["recover", *map(str, words)])
+    words = f"recover {converted} {zoo(SMALL)} {out} --data {data} --steps 1 --tokens 512"
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--held-out", "2"])
     validate = tune.Recovery.validate
 
     def lost(self: Any, held_out: Any) -> dict[str, float]:

@@ -260,7 +260,7 @@ def test_a_hand_over(
     }  # fmt: skip
     data = json.loads((folder / "translator_config.json").read_text())
     arrays = dict(translator_folder.read(folder)[1].arrays)
-    far, texts, prompt = {}, set(), "hello there"
+    far = {}
     for bits in (None, 8, 4):
         translator = kv.load_translator(folder, quantize=bits)
         cache = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
@@ -269,13 +269,7 @@ def test_a_hand_over(
         own = by_hand(arrays, bits) if bits else arrays
         assert max(errors(found, reference(data, own, states))) < 1e-5
         far[bits] = errors(found, reference(data, arrays, states))
-        texts.add(kv.generate(source, target, prompt, translator=translator, max_tokens=6))
     assert all(1e-4 < a < 0.02 < b < 0.3 for a, b in zip(far[8], far[4], strict=True))
-    assert kv.generate(source, target, prompt, translator=folder, max_tokens=6) in texts
-    shuffled = conditions.shuffled(kv.load_translator(folder))  # the negative control
-    wrong = kv.hand_over(source, target, tokens, translator=shuffled)
-    assert np.linalg.norm(np.array(wrong[0].values[:, :, :17]) - found["values"][0]) > 1
-    assert kv.generate(source, target, prompt, translator=shuffled, max_tokens=6) not in texts
 
 
 def test_verbs_take_it(folders: Folders, tmp_path: Path, capsys: Printed) -> None:

@@ -187,6 +187,8 @@ def test_healed_at_every_turn_is_a_prefill_at_every_turn() -> None:
         name = "ab"[turn % 2]
         for each, answers in said.items():
             answers.append(each.reply(name, asked[turn], max_tokens=24))
+        switch = alone.last_switch
+        assert switch is not None and switch.kept == switch.translated == 0
         for line in "ab":  # the other line has followed, and is healed before it is asked
             assert healed.heal(line, answers=True) == 0
             assert set(kinds(healed.lines[line])) == {"E"}
@@ -379,7 +381,7 @@ def windowed(request: pytest.FixtureRequest) -> tuple[Models, list[Path]]:
 def test_windows_are_read_from_the_first_token(windowed: Any, tmp_path: Path) -> None:
     """Stopped and gone on with, beside answers, undone, branched, put away and saved."""
     models, ways = windowed
-    told, *rest = asked_of(held_out, 4)
+    told, *rest = asked_of(held_out, 7)
 
     def begun() -> Conversation:
         talk = Conversation(

@@ -329,20 +329,6 @@ def test_a_guard_looks_on(models: Models) -> None:
     assert answers[0] == answers[1]
 
 
-def test_bits_are_those_of_keys_and_values(models: Models) -> None:
-    model = models["delta"]
-    cache = kv.hand_over(model, model, TOKENS, translator=same(model))
-    before = [dict(caches.held(each)) for each in cache]
-    caches.quantise(cache, 8, 32)
-    kinds = [type(each).__name__ for each in cache]
-    assert kinds == [*["ArraysCache"] * 3, "QuantizedKVCache"]
-    for index in range(3):
-        for name, array in caches.held(cache[index]).items():
-            assert mx.array_equal(array, before[index][name]).item()
-    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "max_tokens": NEW}
-    assert kv.generate(model, model, TOKENS, translator=same(model), **options)
-
-
 def test_a_translator_that_cannot_be_made_is_not_advised(models: dict[str, Any]) -> None:
     """Between two tokenizers, where ``fit`` would refuse the same pair."""
     model, other = models["delta"], kv.load(TESTS / "zoo/models/tiny-mistral")

@@ -119,14 +119,3 @@ def test_a_window_larger_than_the_sources_is_refused(families: Models, tmp_path:
         IncompatibleTranslatorError, match="window of 24 tokens.* keeps the last 16"
     ):
         kv.fit(families["gemma3"], kv.load(folder), [{"text": "a b c"}])
-
-
-def test_layers_read_their_own_kind(families: Models) -> None:
-    model = families["gemma3"]
-    translator = kv.fit(model, model, [{"text": "the you and use is of an other " * 24}], nu=2)
-    kinds = [layer.attention for layer in model.geometry.layers]
-    assert kinds == ["sliding", "sliding", "full", "sliding", "sliding"]
-    # Two of the four local layers each; the single global layer has no other to read.
-    assert translator.config.assignment.keys == ((0, 1), (1, 3), (2,), (3, 4), (3, 4))
-    with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
-        kv.fit(families["qwen3"], model, [{"text": "a b c"}])

@@ -4,12 +4,12 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -32,143 +32,92 @@ from tests.support.fixtures import Folders, Patch, Printed
 from tests.support.processes import WITHOUT_TORCH
 
 
-@dataclass(frozen=True)
-class Repository:
-    """A folder under an id.
+class LoopbackHub(http.server.ThreadingHTTPServer):
+    """Serves repositories until closed, and refuses uploads.
 
-    ``commits`` maps revisions (branches, tags, hashes) to folders; ``gated`` repositories
-    refuse their files.
+    ``repositories`` maps an id to revisions (branches, tags, hashes), and these to a commit's hash
+    and folder; ``gated`` ones refuse their files.
     """
 
-    commits: dict[str, tuple[str, Path]]
-    gated: bool = False
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Requests)
+        self.repositories: dict[str, dict[str, tuple[str, Path]]] = {}
+        self.gated: set[str] = set()
+        self.requests: list[str] = []  # method and path of each
+        self.tokens: set[str] = set()  # the authorization headers
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-
-@dataclass
-class LoopbackHub:
-    """Serves repositories until closed."""
-
-    repositories: dict[str, Repository] = field(default_factory=dict)
-    requests: list[str] = field(default_factory=list)  # method and path of each
-    tokens: set[str] = field(default_factory=set)  # the authorization headers
-
-    def __post_init__(self) -> None:
-        hub = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            do_HEAD = do_GET
-
-            def do_POST(self) -> None:
-                hub.receive(self)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-    def add(self, repo_id: str, folder: Path, *revisions: str, gated: bool = False) -> str:
+    def add(self, repo_id: str, folder: Path, *revisions: str) -> str:
         """Publish a folder as a repository's ``main`` (or these revisions); returns the commit."""
         commit = hashlib.sha1(str(folder).encode()).hexdigest()
-        known = self.repositories.get(repo_id, Repository({}))
         names = (commit, *(revisions or ("main",)))
-        commits = {**known.commits, **{name: (commit, folder) for name in names}}
-        self.repositories[repo_id] = Repository(commits, gated)
+        self.repositories.setdefault(repo_id, {}).update(dict.fromkeys(names, (commit, folder)))
         return commit
 
     def files_sent(self) -> set[str]:
         """Names of the files that were asked for."""
-        return {
-            urllib.parse.unquote(r.split("/resolve/")[1].split("/", 1)[1])
-            for r in self.requests
-            if "/resolve/" in r
-        }
+        found = (request.partition("/resolve/")[2] for request in self.requests)
+        return {name.split("/", 1)[1] for name in found if name}
 
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
-    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        path = urllib.parse.urlparse(request.path).path
-        self.requests.append(f"{request.command} {path}")
-        self.tokens.add(request.headers.get("authorization", ""))
-        parts = path.strip("/").split("/")
-        if parts[:2] == ["api", "models"] and len(parts) >= 6:
-            self._api("/".join(parts[2:4]), parts[4], urllib.parse.unquote(parts[5]), request)
-        elif len(parts) >= 5 and parts[2] == "resolve":
-            name = urllib.parse.unquote("/".join(parts[4:]))
-            self._file("/".join(parts[:2]), parts[3], name, request)
-        else:
-            _send(request, 404, b"")
+class Requests(http.server.BaseHTTPRequestHandler):
+    """What the client asks: which commit a revision is, its files, or one of them."""
 
-    def receive(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        """An upload, which is refused."""
-        request.rfile.read(int(request.headers.get("Content-Length", 0)))
-        self.requests.append(f"{request.command} {request.path}")
-        _send(request, 403, b"")
+    protocol_version = "HTTP/1.1"
+    server: LoopbackHub
 
-    def _find(self, repo_id: str, revision: str, request) -> tuple[str, Path] | None:
-        repository = self.repositories.get(repo_id)
-        found = None if repository is None else repository.commits.get(revision)
+    def do_GET(self) -> None:
+        path = urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
+        self.server.requests.append(f"{self.command} {path}")
+        self.server.tokens.add(self.headers.get("authorization", ""))
+        form = r"/(?:api/models/)?([^/]+/[^/]+)/([a-z-]+)/([^/]+)/?(.*)"
+        found = re.fullmatch(form, path)
         if found is None:
-            what = "Repo" if repository is None else "Revision"
-            _send(request, 404, b"", {"X-Error-Code": f"{what}NotFound"})
-        return found
-
-    def _api(self, repo_id: str, what: str, revision: str, request) -> None:
-        found = self._find(repo_id, revision, request)
-        if found is None:
-            return
-        commit, folder = found
+            return self.send(404)
+        repo_id, what, revision, name = found.groups()
+        commits = self.server.repositories.get(repo_id)
+        if commits is None or revision not in commits:
+            missing = "Repo" if commits is None else "Revision"
+            return self.send(404, error=f"{missing}NotFound")
+        commit, folder = commits[revision]
         files = sorted(p for p in folder.iterdir() if p.is_file())
         if what == "revision":
-            siblings = [{"rfilename": p.name} for p in files]
-            _json(request, {"id": repo_id, "modelId": repo_id, "sha": commit, "siblings": siblings})
-        else:
-            _json(request, [{"type": "file", "path": p.name, "size": p.stat().st_size,
-                             "oid": _etag(p)} for p in files])  # fmt: skip
+            siblings = [{"rfilename": file.name} for file in files]
+            told = {"id": repo_id, "modelId": repo_id, "sha": commit, "siblings": siblings}
+            return self.send(200, json.dumps(told).encode())
+        if what != "resolve":
+            facts = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": f.name}
+                     for f in files]  # fmt: skip
+            return self.send(200, json.dumps(facts).encode())
+        if repo_id in self.server.gated:
+            return self.send(403, error="GatedRepo")
+        if folder / name not in files:
+            return self.send(404, error="EntryNotFound")
+        body = (folder / name).read_bytes()
+        tag = hashlib.sha1(body).hexdigest()
+        return self.send(200, body, {"ETag": f'"{tag}"', "X-Repo-Commit": commit})
 
-    def _file(self, repo_id: str, revision: str, name: str, request) -> None:
-        found = self._find(repo_id, revision, request)
-        if found is None:
-            return
-        if self.repositories[repo_id].gated:
-            _send(request, 403, b"", {"X-Error-Code": "GatedRepo"})
-            return
-        commit, folder = found
-        path = folder / name
-        if not path.is_file():
-            _send(request, 404, b"", {"X-Error-Code": "EntryNotFound"})
-            return
-        headers = {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": commit}
-        _send(request, 200, path.read_bytes(), headers)
+    do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        self.server.requests.append(f"{self.command} {self.path}")
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send(403)
 
-def _etag(path: Path) -> str:
-    return hashlib.sha1(path.read_bytes()).hexdigest()
+    def send(
+        self, status: int, body: bytes = b"", headers: Mapping[str, str] = {}, *, error: str = ""
+    ) -> None:
+        self.send_response(status)
+        told = {"X-Error-Code": error} if error else {}
+        for name, value in {**headers, **told, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
-
-def _json(request, answer: object, status: int = 200) -> None:
-    _send(request, status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
-
-
-def _send(request, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-    request.send_response(status)
-    for name, value in (headers or {}).items():
-        request.send_header(name, value)
-    request.send_header("Content-Length", str(len(body)))
-    request.end_headers()
-    if request.command != "HEAD":
-        request.wfile.write(body)
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 TOKEN = "hf_averysecrettokenofsomebody"
@@ -178,16 +127,15 @@ FORMAT |= {"README.md", "translator_config.json"}
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[LoopbackHub]:
-    server = LoopbackHub()
-    yield server
-    server.close()
+    with LoopbackHub() as server:
+        yield server
+        server.shutdown()
 
 
 @pytest.fixture(autouse=True)
 def clean(hub: LoopbackHub) -> None:
-    hub.repositories.clear()
-    hub.requests.clear()
-    hub.tokens.clear()
+    for each in (hub.repositories, hub.gated, hub.requests, hub.tokens):
+        each.clear()
 
 
 @pytest.fixture
@@ -374,7 +322,8 @@ def test_the_token_is_in_no_output_at_any_level(
 ) -> None:
     """Tracebacks and every library's debug messages included; three commands in one process."""
     hub.add("me/maps", translator)
-    hub.add("me/gated", translator, gated=True)
+    hub.add("me/gated", translator)
+    hub.gated.add("me/gated")
     loud = {"HF_DEBUG": "1", "HF_HUB_VERBOSITY": "debug", "TRANSFORMERS_VERBOSITY": "debug"}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH + EACH, "import me/maps", "import me/gated", "doctor"],
@@ -388,7 +337,8 @@ def test_the_token_is_in_no_output_at_any_level(
 
 def test_what_the_hub_refuses(hub: LoopbackHub, translator: Path, command, store) -> None:
     refused(command("import", "me/absent"), "no such repository")
-    hub.add("me/gated", translator, gated=True)
+    hub.add("me/gated", translator)
+    hub.gated.add("me/gated")
     refused(command("import", "me/gated"), "https://huggingface.co/me/gated")
     hub.add("me/partial", translator)
     (translator / "translator.safetensors").unlink()
@@ -442,7 +392,7 @@ def test_publish_uploads_the_formats_own_files(
     assert "left out, since they are no files of a translator: pytorch_model.bin" in done.stderr
     api.create_repo.assert_called_once_with("me/new", private=True, exist_ok=True)
     api.create_branch.assert_called_once_with("me/new", branch="v2", exist_ok=True)
-    made, folder = hub.repositories["me/new"].commits["v2"]
+    made, folder = hub.repositories["me/new"]["v2"]
     assert "ungraded" in done.stderr and f"commit/{made}" in done.stdout
     own = {p.name for p in translator.iterdir()} & FORMAT
     assert own and {p.name for p in folder.iterdir()} == own

@@ -4,10 +4,9 @@ Two references: weights made so that 8 or 4 bits hold them exactly, for which a 
 translator must equal the float one; and random ones, unpacked here word by word.
 """
 
+import gc
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,8 @@ from tests.support.kinds import (
     to_device,
 )
 from tests.support.native_caches import alike
-from tests.support.processes import WITHOUT_TORCH
 from tests.support.translator_folders import SIDES, Arrays, Layout, layer_json, to_config
 
-ROOT = Path(__file__).parents[2]
 GROUP = 64
 MATRICES = ("weight", "w1", "w2")
 each_width = pytest.mark.parametrize("bits", [8, 4])
@@ -170,22 +167,6 @@ def test_weights_of_sixteen_bits(name: str, bits: int, dtype: str, monkeypatch: 
     assert on_gpu.digest == on_cpu.digest
 
 
-MEASURE = """
-import sys
-
-from kvlingo_mlx.backend import mx
-
-from tests.translators.test_quantize import built_of_eight
-
-for bits in (None, 8, 4):
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    translator = built_of_eight(bits, sys.argv[1] == "batched")
-    print(translator.nbytes, mx.get_active_memory() - before, mx.get_peak_memory() - before)
-    del translator
-"""
-
-
 def built_of_eight(bits: int | None, batched: bool) -> Translator:
     """A translator of 16 matrices of 256 by 256."""
     data = config_json(Layout(), 1)
@@ -201,16 +182,19 @@ def built_of_eight(bits: int | None, batched: bool) -> Translator:
 
 @each_layout
 def test_no_float_copy_is_kept(batched: bool) -> None:
-    """MLX's own account, in a process that holds nothing else: what stays is the packed size."""
-    words = [sys.executable, "-c", WITHOUT_TORCH + MEASURE, "batched" if batched else "apart"]
-    there = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    matrix = 256 * 256 * 4
-    grown = {}
-    for bits, line in zip((None, 8, 4), there.stdout.splitlines(), strict=True):
-        size, grown[bits], peak = map(int, line.split())
+    """By MLX's own account: what stays is the packed size."""
+    matrix, grown = 256 * 256 * 4, {}
+    for bits in (None, 8, 4):
+        gc.collect()  # of what the tests before have left
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        translator = built_of_eight(bits, batched)
+        size = translator.nbytes
+        grown[bits] = mx.get_active_memory() - before
         assert size <= grown[bits] <= size * 1.1  # buffers are rounded up
         if bits is not None:  # no more than a group at a time
-            assert peak < size + (8 if batched else 1) * matrix * 2
+            assert mx.get_peak_memory() - before < size + (8 if batched else 1) * matrix * 2
+        del translator
     assert grown[None] == pytest.approx(16 * matrix, rel=0.1)
     assert grown[8] == pytest.approx(16 * matrix * 9 / 32, rel=0.1)
     assert grown[4] == pytest.approx(16 * matrix * 5 / 32, rel=0.1)

@@ -184,19 +184,15 @@ def rotated(source: LanguageModel, target: LanguageModel) -> Translator:
     return build(config, Weights("float32", plain.floats()))
 
 
-def through_a_file(cache: Any, folder: Path) -> Any:
-    """As mlx-lm saves and loads it."""
-    save_prompt_cache(str(folder / "c.safetensors"), cache)
-    return load_prompt_cache(str(folder / "c.safetensors"))
-
-
 @pytest.mark.parametrize("more", [0, 20])
 @pytest.mark.parametrize("rule", PAIRS)
 def test_a_filled_cache_is_read_back(pairs: Any, rule: str, more: int, tmp_path: Path) -> None:
     """Keys as they are cached, and the states; nothing is read twice."""
     source, target = pairs[rule]
     given = {"translator": rotated(source, target)}
-    again = through_a_file(native(source, TOKENS[: PREFIX - more], 64), tmp_path)
+    file = str(tmp_path / "c.safetensors")
+    save_prompt_cache(file, native(source, TOKENS[: PREFIX - more], 64))
+    again = load_prompt_cache(file)
     found = kv.hand_over(source, target, TOKENS, prompt_cache=again, **given)
     wanted = kv.hand_over(source, target, TOKENS, **given)
     same(found, wanted, 1e-4)

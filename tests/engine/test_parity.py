@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -16,7 +15,6 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
@@ -95,12 +93,6 @@ class Outcome:
 load = functools.cache(kv.load)
 
 
-def decode(model: LanguageModel, cache: list[Any], token: int) -> Outcome:
-    """Take a copy of an mlx-lm cache, oldest token first, then run one token with it."""
-    keys, values = zip(*([side[0] for side in held(each)] for each in cache), strict=True)
-    return Outcome(keys, values, np.array(model.model(mx.array([[token]]), cache=cache)[0, -1]))
-
-
 def within_windows(folder: Path, outcome: Outcome) -> Outcome:
     """The last tokens alone where a model's layer attends to no more."""
     config = json.loads((folder / "config.json").read_text())
@@ -133,7 +125,10 @@ def hand_over(
     if batched is not None:
         translator = build(*translator_folder.read(folder), batched=batched)
     cache = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
-    return decode(target, cache, tokens[-1])
+    keys, values = zip(*([side[0] for side in held(each)] for each in cache), strict=True)
+    return Outcome(
+        keys, values, np.array(target.model(mx.array([tokens[-1:]]), cache=cache)[0, -1])
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

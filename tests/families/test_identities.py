@@ -13,9 +13,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
-from kvlingo_mlx.translators.base import Translator
 from tests.support import hybrid_models, plain_models, tiny
 from tests.support.fixtures import Models
 from tests.support.identity import identity_of
@@ -79,19 +77,15 @@ def test_identity_writes_the_models_own_cache(name: str, families: Models) -> No
         assert np.abs(logits(model, cache, tokens[-1], steps) - expected).max() > 1e-3
 
 
-def worsened(model: LanguageModel) -> Translator:
-    """Maps of a model to itself that no layer could be mistaken for native with."""
-    exact = identity_of(model, capture=model.family.points[0])
-    arrays = {name: 1.5 * array for name, array in exact.to_weights().arrays.items()}
-    return build(exact.config, Weights("float32", arrays))
-
-
 @pytest.mark.parametrize("name", [*tiny.FAMILIES, *THOROUGH])
 def test_native_layers(name: str, families: Models) -> None:
     """From none to all: the target's own below, translated above, to the bit."""
     model = families[name]
     source = kv.load(model.path)  # whose projections are tapped while the other reads
-    translator, own = worsened(model), native(model, TOKENS[:-1], 25)
+    exact, own = identity_of(model, capture=model.family.points[0]), native(model, TOKENS[:-1], 25)
+    # Maps that no layer could be mistaken for native with.
+    arrays = {name: 1.5 * array for name, array in exact.to_weights().arrays.items()}
+    translator = build(exact.config, Weights("float32", arrays))
     made = [
         kv.hand_over(
             source, model, TOKENS, translator=translator, prefill_step_size=25, native_layers=j

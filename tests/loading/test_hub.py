@@ -275,7 +275,8 @@ def test_import_checks_the_models_at_hand(
     for model in ("me/dense", "me/moe"):
         assert command("show", model).returncode == 0
     hub.repositories.clear()
-    done = command("import", str(translator_alone(translator)))
+    (translator / "pytorch_model.bin").unlink()
+    done = command("import", str(translator))
     assert done.returncode == 0 and done.stderr == ""
     assert "imported_from" not in stored(store).provenance
 
@@ -286,11 +287,6 @@ def test_import_checks_the_models_at_hand(
     assert command("show", "me/dense").returncode == 0
     refused(command("import", str(translator)), "source model me/dense", "norms fingerprint")
     assert command("import", str(translator), "--allow-mismatch").returncode == 0
-
-
-def translator_alone(folder: Path) -> Path:
-    (folder / "pytorch_model.bin").unlink()
-    return folder
 
 
 def test_offline(hub: LoopbackHub, translator: Path, command, store) -> None:

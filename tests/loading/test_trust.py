@@ -144,15 +144,6 @@ def test_what_a_fit_is_measured_on_is_not_fitted_on(models: Models, monkeypatch:
     assert made.digest != every.digest
 
 
-def with_receipt(folder: Path, receipt: Any, out: Path) -> Path:
-    """A copy of a translator under another receipt; None is none."""
-    config, weights = translator_folder.read(folder)
-    provenance = {k: v for k, v in config.provenance.items() if k != "receipt"}
-    if receipt is not None:
-        provenance["receipt"] = receipt
-    return translator_folder.write(out, dataclasses.replace(config, provenance=provenance), weights)
-
-
 def test_a_fit_leaves_a_receipt_that_verify_agrees_with(tmp_path: Path, capsys: Printed) -> None:
     """A closed form of few texts keeps hardly a fact, and whoever uses it is told so, once."""
     data = tmp_path / "d.jsonl"
@@ -194,7 +185,10 @@ def make(folders: Folders, store: Path, tmp_path: Path) -> Make:
     def put(name: str, left: Any) -> Path:
         at = tmp_path / f"made-{len(made)}"
         tiny.write_random_translator(at, folders["dense"], folders["moe"], seed=len(made))
-        folder = with_receipt(at, left, store / name)
+        config, weights = translator_folder.read(at)
+        provenance = {} if left is None else {"receipt": left}
+        config = dataclasses.replace(config, provenance=provenance)
+        folder = translator_folder.write(store / name, config, weights)
         made.append(folder)
         when = 1_700_000_000 + len(made)
         os.utime(folder / "translator_config.json", (when, when))

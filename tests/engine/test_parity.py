@@ -126,9 +126,8 @@ def hand_over(
         translator = build(*translator_folder.read(folder), batched=batched)
     cache = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
     keys, values = zip(*([side[0] for side in held(each)] for each in cache), strict=True)
-    return Outcome(
-        keys, values, np.array(target.model(mx.array([tokens[-1:]]), cache=cache)[0, -1])
-    )
+    logits = target.model(mx.array([tokens[-1:]]), cache=cache)[0, -1]
+    return Outcome(keys, values, np.array(logits))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -44,10 +44,6 @@ def reads(monkeypatch: Patch) -> list[str]:
     return found
 
 
-def weights_on_disk(folders: Folders) -> int:
-    return sum((folders[name] / "model.safetensors").stat().st_size for name in ENDS)
-
-
 def translator_between(folders: Folders, folder: Path) -> Path:
     return tiny.write_random_translator(folder, *(folders[name] for name in ENDS))
 
@@ -56,7 +52,7 @@ def test_all_is_summed_before_anything_is_read(
     folders: Folders, tmp_path: Path, limited: Callable[[float], None], reads: list[str]
 ) -> None:
     translator = translator_between(folders, tmp_path / "t")
-    weights = weights_on_disk(folders)
+    weights = sum((folders[name] / "model.safetensors").stat().st_size for name in ENDS)
     maps = (translator / "translator.safetensors").stat().st_size
     tokens = TOKENS * 9
     pair = [str(folders[name]) for name in ENDS]

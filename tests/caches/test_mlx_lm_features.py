@@ -13,7 +13,6 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
-from mlx_lm.generate import generate as mlx_generate
 from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
@@ -23,7 +22,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import _get_classes
 
 import kvlingo_mlx as kv
@@ -161,22 +160,6 @@ def test_max_kv_size_leaves_a_filled_cache_alone(opened: Opener) -> None:
     model = opened("plain")
     found = decode(model, translated(model, TOKENS), TOKENS[-1:], max_kv_size=8)
     assert_equal(found, decode(model, native(model, TOKENS[:-1], STEP), TOKENS[-1:]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_samplers_and_logits_processors(kind: str, opened: Opener) -> None:
-    """Against mlx-lm given the whole prompt: the processors saw all of it there."""
-    model = opened(kind)
-
-    def options() -> dict[str, Any]:
-        mx.random.seed(3)
-        processors = make_logits_processors({7: 2.0}, 1.4, 40)
-        sampler = make_sampler(temp=1.0, top_p=0.95)
-        return {"sampler": sampler, "logits_processors": processors, "max_tokens": NEW}
-
-    found = kv.generate(model, model, TOKENS, translator=same(model), **options())
-    assert found == mlx_generate(model.model, model.tokenizer, TOKENS, **options())
-    assert found != mlx_generate(model.model, model.tokenizer, TOKENS, max_tokens=NEW)
 
 
 PROMPTS = [*(TOKENS[:n] for n in LENGTHS), TOKENS[7:8]]
@@ -396,20 +379,3 @@ def test_which_families_take_kv_bits(name: str) -> None:
     except (AttributeError, TypeError, ValueError):
         works = False
     assert family_of(name).quantised_cache is works
-
-
-@pytest.mark.parametrize(
-    ("kind", "bits"),
-    [("plain", (4, 8)), ("windows", (8, 4)), ("shared", (4, None)), ("absorbed", (None, 8))],
-)
-def test_pairs_of_unlike_bits(kind: str, bits: tuple[int | None, ...], opened: Opener) -> None:
-    """The target decodes from the source's own cache: norms and rotations have no few bits."""
-    source, target = (opened(kind, few) for few in bits)
-    own = native(source, TOKENS[:-1], STEP)
-    wanted = decode(target, own, TOKENS[-1:])
-    mine = kv.hand_over(
-        source, target, TOKENS, translator=same(opened(kind)), prefill_step_size=STEP
-    )
-    assert_equal(decode(target, mine, TOKENS[-1:]), wanted)
-    unlike = decode(target, native(target, TOKENS[:-1], STEP), TOKENS[-1:])
-    assert np.abs(unlike[1] - wanted[1]).max() > 1e-3

@@ -32,17 +32,16 @@ def put(cache: list[Any], layer: int, side: str, change: Callable[[mx.array], An
     setattr(cache[layer], side, change(getattr(cache[layer], side)))
 
 
-def full_to_ring(cache: list[Any]) -> None:
-    cache[1] = RotatingKVCache(16)
-
-
 DAMAGE: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
     "a layer too few": (lambda c: c.pop(), "has 2 layers, expected 3"),
     "a layer too many": (lambda c: c.append(c[0]), "has 4 layers, expected 3"),
     "offset": (lambda c: setattr(c[1], "offset", HELD - 1), "layer 1 .* 48, expected 49"),
     "empty layer": (lambda c: c.__setitem__(2, KVCache()), "layer 2 .* 0, expected 49"),
     "no keys": (lambda c: setattr(c[0], "keys", None), "layer 0 .* empty"),
-    "another class": (full_to_ring, "layer 1 .* a RotatingKVCache, expected a KVCache"),
+    "another class": (
+        lambda c: c.__setitem__(1, RotatingKVCache(16)),
+        "layer 1 .* a RotatingKVCache, expected a KVCache",
+    ),
     "dtype": (
         lambda c: put(c, 1, "values", lambda a: a.astype(mx.float16)),
         "layer 1 .* values are mlx.core.float16, expected mlx.core.float32",

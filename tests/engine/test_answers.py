@@ -218,7 +218,7 @@ def test_tools_that_nobody_announces_are_refused(model: LanguageModel, models: M
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("way", ["native", "accelerator", "talk"])
+@pytest.mark.parametrize("way", ["native", "talk"])
 def test_reasoning_content_and_calls_are_told_apart(model: LanguageModel, way: str) -> None:
     assert model.tokenizer.has_tool_calling and model.tokenizer.has_thinking
     text = f"<think>who\nis it</think>\n\nI look. {CALL} So < 3.{CALL}"
@@ -228,11 +228,8 @@ def test_reasoning_content_and_calls_are_told_apart(model: LanguageModel, way: s
     }  # fmt: skip
     if way == "talk":
         responses = list(talk_of(model).stream_reply("a", "hi", **options))
-    elif way == "native":
-        responses = list(kv.stream_generate(model, model, prompt, strategy="native", **options))
     else:
-        same = {"translator": identity_of(model)}
-        responses = list(kv.stream_generate(model, model, prompt, **same, **options))
+        responses = list(kv.stream_generate(model, model, prompt, strategy="native", **options))
     assert "".join(r.text for r in responses) == text  # raw, as ever
     assert "".join(r.reasoning for r in responses) == "who\nis it"
     assert "".join(r.content for r in responses) == "I look.  So < 3."
@@ -280,15 +277,13 @@ def test_a_switch_tells_what_it_took(model: LanguageModel) -> None:
 
 def test_hand_over_takes_the_templates_switches(model: LanguageModel, pair: Pair) -> None:
     asked = question()
-    for (one, other), switches in ((pair, {"enable_thinking": False}),):
-        ids = other.tokenizer.apply_chat_template(asked, add_generation_prompt=True, **switches)
-        plainly = other.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
-        assert ids != plainly
-        for found, right in zip(
-            kv.hand_over(one, other, asked, **switches), kv.hand_over(one, other, ids), strict=True
-        ):
-            assert found.offset == len(ids) - 1
-            np.testing.assert_array_equal(np.array(found.keys), np.array(right.keys))
+    template = pair[1].tokenizer.apply_chat_template
+    ids = template(asked, add_generation_prompt=True, enable_thinking=False)
+    assert ids != template(asked, add_generation_prompt=True)
+    caches = kv.hand_over(*pair, asked, enable_thinking=False), kv.hand_over(*pair, ids)
+    for found, right in zip(*caches, strict=True):
+        assert found.offset == len(ids) - 1
+        np.testing.assert_array_equal(np.array(found.keys), np.array(right.keys))
     asked = [{"role": "user", "content": "is it on?"}]
     tools = kv.hand_over(model, model, asked, tools=TOOLS, translator=identity_of(model))
     announced = model.tokenizer.apply_chat_template(asked, tools=TOOLS, add_generation_prompt=True)

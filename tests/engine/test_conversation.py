@@ -277,16 +277,6 @@ def test_only_what_a_line_lacks_is_translated(model: LanguageModel) -> None:
     assert spans == [(0, first, "a", 0), (first, second, "b", 1), (second, third, "a", 0)]
 
 
-def test_reprefill_reads_the_whole_prefix(model: LanguageModel) -> None:
-    talk = talk_of(model, switching="reprefill", verbatim=True, eager=False)
-    for name in "abab":
-        before = len(talk.transcript.tokens)
-        ask(talk, name, "is it on?")
-        assert talk.last_switch is not None and talk.last_switch.translated == 0
-        assert not before or talk.last_switch.kept == 0
-        assert [span.passes for span in talk.lines[name].spans] == [0]
-
-
 @pytest.mark.parametrize(("name", "eager"), [("qwen3", True), ("gemma3", False)])
 def test_native_layers_read_what_is_brought(
     families: Models, name: str, eager: bool, tmp_path: Path

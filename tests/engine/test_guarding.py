@@ -288,25 +288,14 @@ def two_turns(count: int) -> list[list[Any]]:
     ]
 
 
-def test_wrong_maps_are_doubted_in_a_conversation(
-    pair: Ends, good: list[Translator], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Warned of, read behind, or read anew: then the answers are those of a re-prefill."""
-    wrong, chunks = [conditions.shuffled(t) for t in good], noted(monkeypatch)
+def test_wrong_maps_are_read_anew_in_a_conversation(pair: Ends, good: list[Translator]) -> None:
+    """Then the answers are those of a re-prefill."""
+    wrong = [conditions.shuffled(t) for t in good]
     for turns in two_turns(2):
-        with pytest.warns(kv.KVLingoWarning, match=DOUBT):
-            found = held(pair, wrong, turns, guard=32)[2]
-        assert found.doubts and not chunks
         talk, said, found = held(pair, wrong, turns, guard=32, on_doubt="reread")
         assert found.doubts and said == held(pair, [], turns, switching="reprefill")[1]
         switch = talk.last_switch
         assert switch is not None and switch.translated == switch.kept == 0
-        assert held(pair, wrong, turns, guard=32, on_doubt="heal")[2].doubts
-        assert chunks and chunks[0].start == 0
-        in_a_row(chunks)
-        chunks.clear()
-        held(pair, good, turns, guard=32, on_doubt="heal")  # nothing to doubt: nothing is read
-        assert not chunks
 
 
 def test_a_doubt_lasts_until_the_line_is_read(pair: Ends, good: list[Translator]) -> None:

@@ -187,6 +187,8 @@ def test_healed_at_every_turn_is_a_prefill_at_every_turn() -> None:
         name = "ab"[turn % 2]
         for each, answers in said.items():
             answers.append(each.reply(name, asked[turn], max_tokens=24))
+        switch = alone.last_switch
+        assert switch is not None and switch.kept == switch.translated == 0
         for line in "ab":  # the other line has followed, and is healed before it is asked
             assert healed.heal(line, answers=True) == 0
             assert set(kinds(healed.lines[line])) == {"E"}
@@ -381,16 +383,15 @@ def test_windows_are_read_from_the_first_token(windowed: Any, tmp_path: Path) ->
     models, ways = windowed
     told, *rest = asked_of(held_out, 7)
 
-    def begun(**options: Any) -> Conversation:
+    def begun() -> Conversation:
         talk = Conversation(
-            models, ways, enable_thinking=False, verbatim=True, eager=False, prefill_step_size=23,
-            **options,
-        )  # fmt: skip
+            models, ways, enable_thinking=False, verbatim=True, eager=False, prefill_step_size=23
+        )
         talk.reply("s", told, max_tokens=24)
         talk.reply("l", rest[0], max_tokens=24)
         return talk
 
-    talk, alone = begun(), begun(switching="reprefill")
+    talk = begun()
     line = talk.lines["l"]
     assert furthest(line) > 0.01  # the control
     whole = len(line)
@@ -403,17 +404,9 @@ def test_windows_are_read_from_the_first_token(windowed: Any, tmp_path: Path) ->
     said = talk.reply("l", rest[1], max_tokens=24)
     assert said and talk.heal() == 0 and furthest(line) < 1e-4  # goes on, new turn and all
     assert line.spans == [Span(0, len(line), "l")]
-    # From here on it is what a model is that read all of it; and so after a step back.
-    for each in (talk, alone):
-        each.messages = [*alone.messages]
-    for question in rest[1:4]:
-        answers = [each.reply("l", question, max_tokens=24) for each in (talk, alone)]
-        assert talk.heal() == 0 and answers[0] == answers[1]
-        assert furthest(talk.lines["l"]) < 1e-4
-    for each in (talk, alone):
-        each.undo()
-    assert talk.reply("l", rest[4], max_tokens=24) == alone.reply("l", rest[4], max_tokens=24)
-    assert talk.heal() == 0 and furthest(talk.lines["l"]) < 1e-4
+    talk.undo()  # to a mark in what was healed
+    talk.reply("l", rest[2], max_tokens=24)
+    assert talk.heal() == 0 and furthest(line) < 1e-4
     # Put away or saved in the middle, it begins anew.
     for away in (False, True):
         talk = begun()

@@ -184,19 +184,15 @@ def rotated(source: LanguageModel, target: LanguageModel) -> Translator:
     return build(config, Weights("float32", plain.floats()))
 
 
-def through_a_file(cache: Any, folder: Path) -> Any:
-    """As mlx-lm saves and loads it."""
-    save_prompt_cache(str(folder / "c.safetensors"), cache)
-    return load_prompt_cache(str(folder / "c.safetensors"))
-
-
 @pytest.mark.parametrize("more", [0, 20])
 @pytest.mark.parametrize("rule", PAIRS)
 def test_a_filled_cache_is_read_back(pairs: Any, rule: str, more: int, tmp_path: Path) -> None:
     """Keys as they are cached, and the states; nothing is read twice."""
     source, target = pairs[rule]
     given = {"translator": rotated(source, target)}
-    again = through_a_file(native(source, TOKENS[: PREFIX - more], 64), tmp_path)
+    file = str(tmp_path / "c.safetensors")
+    save_prompt_cache(file, native(source, TOKENS[: PREFIX - more], 64))
+    again = load_prompt_cache(file)
     found = kv.hand_over(source, target, TOKENS, prompt_cache=again, **given)
     wanted = kv.hand_over(source, target, TOKENS, **given)
     same(found, wanted, 1e-4)
@@ -227,22 +223,13 @@ def test_quantised_maps_of_states_stay_floats(
     pairs: Any, translators: Any, bits: int, tmp_path: Path
 ) -> None:
     folder = translators["gated_delta"].save(tmp_path / "t")
-    packed = kv.load_translator(folder, quantize=bits)
-    for name, array in translators["gated_delta"].floats().items():
+    packed, floats = kv.load_translator(folder, quantize=bits), translators["gated_delta"].floats()
+    for name, array in floats.items():
         assert np.array_equal(packed.floats()[name], array) == name.startswith("states.")
-    assert packed.nbytes < translators["gated_delta"].nbytes
+    numbers = sum(array.size for array in floats.values())  # states' count, too
+    assert translators["gated_delta"].num_parameters == numbers
+    assert packed.nbytes < translators["gated_delta"].nbytes == 4 * numbers
     kv.hand_over(*pairs["gated_delta"], TOKENS, translator=packed)
-
-
-def test_what_maps_of_states_cost(pairs: Any, translators: Any) -> None:
-    """Their numbers count as parameters and bytes."""
-    translator = translators["gated_delta"]
-    sizes = {name: array.size for name, array in translator.floats().items()}
-    assert translator.num_parameters == sum(sizes.values())
-    assert translator.nbytes == 4 * sum(sizes.values())
-    above = translator.above(4)
-    assert all(int(name.split(".")[1]) >= 4 for name in above.floats())
-    assert sum(name.startswith("states.") for name in above.floats()) == 2 * 3
 
 
 def test_plain_models_have_no_states(pairs: Any, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from kvlingo_mlx.folding import check_foldable
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
-from tests.support import TESTS, hybrid_models, talks
+from tests.support import TESTS, hybrid_models, talks, tiny
 from tests.support.fixtures import Models, Patch, Temp
 from tests.support.guards import with_receipt
 from tests.support.identity import TOKENS, identity_of
@@ -34,6 +34,7 @@ from tests.support.talks import CLOSE, NEW, apart, check_caches
 LONG = "the use of an other is it on? " * 2
 NAMES = ("granitemoehybrid", "delta", "lfm2")
 MAPPED = ("delta mapped", "nemotron_h mapped")
+RINGS = "gemma3"  # which go back no further, once their windows are full
 TAIL = ("tail",)
 refused = kv.UnsupportedModelError
 
@@ -50,7 +51,8 @@ def models(tmp_path_factory: Temp) -> Models:
         found[name] = kv.load(hybrid_models.write_hybrid_model(folder, family, **more))
         if mapped:
             hybrid_models.forget_tails(found[name])
-    return found
+    kind, sizes = tiny.FAMILIES[RINGS]
+    return found | {RINGS: kv.load(tiny.write_tiny_model(root / RINGS, kind, **sizes))}
 
 
 @pytest.fixture
@@ -109,13 +111,21 @@ def test_the_usual_turn_reads_nothing_twice(models: Models, name: str, eager: bo
 
 
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("name", ["granitemoehybrid", *MAPPED])
-def test_going_back(models: Models, name: str, eager: bool) -> None:
-    """To marks, which only lie where a state is known; and on from there."""
-    talk = talk_of(models[name], name, eager=eager)
+@pytest.mark.parametrize(
+    ("name", "verbatim"),
+    [*((n, True) for n in ("granitemoehybrid", *MAPPED, RINGS)), (RINGS, False)],
+)
+def test_going_back(models: Models, name: str, verbatim: bool, eager: bool) -> None:
+    """To marks, which lie where a state is known, or a full window's tokens; and on from there."""
+    options: dict[str, Any] = {} if verbatim else {"verbatim": False, "enable_thinking": False}
+    talk = talk_of(models[name], name, eager=eager, **options)
     ask(talk, "a", LONG)
     ask(talk, "b", "is it on?")
     header = talk.lines["b"]._marks[-1][0]
+    begin = models[name].tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert talk.transcript.tokens[header] == begin not in talk.transcript.tokens[header + 1 :]
+    rings = [cache for cache in talk.lines["b"].cache if caches.is_ring(cache)]
+    assert bool(rings) == (name == RINGS) and not any(ring.is_trimmable() for ring in rings)
     talk.undo()
     ask(talk, "b", "is it on?")  # the same answer again: only its header is read
     assert talk.last_switch is not None and talk.last_switch.kept == header
@@ -318,20 +328,6 @@ def test_a_guard_looks_on(models: Models) -> None:
     assert last.guarded is not None and last.guarded.divergence == pytest.approx(0, abs=1e-5)
     answers = [kv.generate(model, model, TOKENS, guard=guard, **given) for guard in (0, 8)]
     assert answers[0] == answers[1]
-
-
-def test_bits_are_those_of_keys_and_values(models: Models) -> None:
-    model = models["delta"]
-    cache = kv.hand_over(model, model, TOKENS, translator=same(model))
-    before = [dict(caches.held(each)) for each in cache]
-    caches.quantise(cache, 8, 32)
-    kinds = [type(each).__name__ for each in cache]
-    assert kinds == [*["ArraysCache"] * 3, "QuantizedKVCache"]
-    for index in range(3):
-        for name, array in caches.held(cache[index]).items():
-            assert mx.array_equal(array, before[index][name]).item()
-    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "max_tokens": NEW}
-    assert kv.generate(model, model, TOKENS, translator=same(model), **options)
 
 
 def test_a_translator_that_cannot_be_made_is_not_advised(models: dict[str, Any]) -> None:

@@ -297,15 +297,10 @@ def test_ranks_talk_as_one_process_does(tmp_path: Path) -> None:
                     expected = np.split(expected, 2)[rank]
                 apart = np.linalg.norm(got - expected) / np.linalg.norm(expected)
                 assert got.shape == expected.shape and apart < 1e-5, (case["name"], key, apart)
-    _refused(tmp_path)
-
-
-def _refused(folder: Path) -> None:
-    """Whole models for what ranks have saved."""
-    models = {"small": kv.load(SMALL), "large": kv.load(LARGE)}
-    with pytest.raises(kv.MalformedConversationError, match="was saved by 2 ranks of mlx.launch"):
-        kv.Conversation.resume(folder / "both-saved", models)
-    with pytest.raises(kv.MalformedConversationError, match="was saved by 2 ranks of mlx.launch"):
-        talk = kv.Conversation(models)
-        talk.reply("small", "Hello", max_tokens=1)
-        talk.save(folder / "both-saved")
+    # Whole models are refused for what ranks have saved.
+    models, saved = {"small": kv.load(SMALL), "large": kv.load(LARGE)}, tmp_path / "both-saved"
+    talk = kv.Conversation(models)
+    talk.reply("small", "Hello", max_tokens=1)
+    for call in (lambda: kv.Conversation.resume(saved, models), lambda: talk.save(saved)):
+        with pytest.raises(kv.MalformedConversationError, match="was saved by 2 ranks of mlx."):
+            call()

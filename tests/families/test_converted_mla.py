@@ -94,10 +94,6 @@ def talks() -> list[Any]:
     return [tokenise(record, tokenizer) for record in records]
 
 
-def slots_of(folder: Path) -> list[list[int]]:
-    return json.loads((folder / "config.json").read_text())["rotary_slots"]
-
-
 def rewritten(folder: Path, out: Path, **more: Any) -> Path:
     """A copy whose config differs."""
     shutil.copytree(folder, out)
@@ -115,7 +111,8 @@ def test_at_full_rank_and_full_rotation_it_is_the_model(
     assert np.abs(expected).max() > 10  # of a size at which 1e-4 says something
     assert np.abs(torch_logits(on_torch(folder), tokens) - expected).max() < 1e-4
     assert np.abs(mlx_logits(folder, tokens) - expected).max() < 1e-4
-    wrong = [[*layer[1:], layer[0]] for layer in slots_of(folder)]
+    slots = json.loads((folder / "config.json").read_text())["rotary_slots"]
+    wrong = [[*layer[1:], layer[0]] for layer in slots]
     other = rewritten(folder, tmp_path / "wrong", rotary_slots=wrong)
     assert np.abs(mlx_logits(other, tokens) - expected).max() > 1
     assert np.abs(torch_logits(on_torch(other), tokens) - expected).max() > 1
@@ -419,20 +416,8 @@ def test_the_command_writes_no_diverged_model(
     monkeypatch.setattr(tune, "start", lambda device: None)  # the tests' own group
     monkeypatch.setattr(tune.dist, "destroy_process_group", lambda: None)
     out, partial = tmp_path / "out", tmp_path / "out.partial"
-    words = [
-        converted,
-        zoo(SMALL),
-        out,
-        "--data",
-        data,
-        "--steps",
-        1,
-        "--tokens",
-        512,
-        "--held-out",
-        2,
-    ]
-    monkeypatch.setattr(sys, "argv", ["recover", *map(str, words)])
+    words = f"recover {converted} {zoo(SMALL)} {out} --data {data} --steps 1 --tokens 512"
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--held-out", "2"])
     validate = tune.Recovery.validate
 
     def lost(self: Any, held_out: Any) -> dict[str, float]:

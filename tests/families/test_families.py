@@ -69,16 +69,6 @@ def test_dynamic_rope_is_refused(name: str, field: str, families: Models, tmp_pa
         kv.load(folder)
 
 
-def in_transformers_5(folder: Path, copy: Path) -> dict:
-    """A copy of a model folder whose config is as transformers 5 writes it; its config."""
-    transformers = pytest.importorskip("transformers")
-    copy.mkdir()
-    for file in folder.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    transformers.AutoConfig.from_pretrained(folder).save_pretrained(copy)
-    return json.loads((copy / "config.json").read_text())
-
-
 MODERN = (
     "apertus", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma2", "glm4", "gpt_oss", "granite",
     "helium", "llama", "ministral3", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi",
@@ -88,10 +78,14 @@ MODERN = (
 
 @pytest.mark.parametrize("name", MODERN)
 def test_modern_configs_rotate_alike(name: str, families: Models, tmp_path: Path) -> None:
-    model = families[name]
-    config = in_transformers_5(model.path, tmp_path / "modern")
+    """As transformers 5 writes them."""
+    transformers = pytest.importorskip("transformers")
+    model, copy = families[name], tmp_path / "modern"
+    shutil.copytree(model.path, copy)
+    transformers.AutoConfig.from_pretrained(model.path).save_pretrained(copy)
+    config = json.loads((copy / "config.json").read_text())
     assert "rope_theta" not in config and "rope_parameters" in config
-    modern = kv.load(tmp_path / "modern")
+    modern = kv.load(copy)
     assert [(r.type, r.base, r.dims) for r in filter(None, modern.geometry.rope)] == [
         (r.type, r.base, r.dims) for r in filter(None, model.geometry.rope)
     ]

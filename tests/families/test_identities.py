@@ -13,10 +13,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
-from kvlingo_mlx.translators.base import Translator
 from tests.support import hybrid_models, plain_models, tiny
 from tests.support.fixtures import Models
 from tests.support.identity import identity_of
@@ -80,19 +77,15 @@ def test_identity_writes_the_models_own_cache(name: str, families: Models) -> No
         assert np.abs(logits(model, cache, tokens[-1], steps) - expected).max() > 1e-3
 
 
-def worsened(model: LanguageModel) -> Translator:
-    """Maps of a model to itself that no layer could be mistaken for native with."""
-    exact = identity_of(model, capture=model.family.points[0])
-    arrays = {name: 1.5 * array for name, array in exact.to_weights().arrays.items()}
-    return build(exact.config, Weights("float32", arrays))
-
-
 @pytest.mark.parametrize("name", [*tiny.FAMILIES, *THOROUGH])
 def test_native_layers(name: str, families: Models) -> None:
     """From none to all: the target's own below, translated above, to the bit."""
     model = families[name]
     source = kv.load(model.path)  # whose projections are tapped while the other reads
-    translator, own = worsened(model), native(model, TOKENS[:-1], 25)
+    exact, own = identity_of(model, capture=model.family.points[0]), native(model, TOKENS[:-1], 25)
+    # Maps that no layer could be mistaken for native with.
+    arrays = {name: 1.5 * array for name, array in exact.to_weights().arrays.items()}
+    translator = build(exact.config, Weights("float32", arrays))
     made = [
         kv.hand_over(
             source, model, TOKENS, translator=translator, prefill_step_size=25, native_layers=j
@@ -104,18 +97,10 @@ def test_native_layers(name: str, families: Models) -> None:
         assert same(cache, made[0]) == [False] * j + [True] * (len(own) - j)
 
 
-def test_a_window_is_all_that_is_translated(families: Models) -> None:
+def test_a_window_is_all_that_is_kept(families: Models) -> None:
     model = families["gemma3"]
-    translator = identity_of(model)
-    whole = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
-    (states,) = capture.prefill(model, TOKENS[:-1])
-    kept = model.geometry.first_kept(len(TOKENS) - 1)
-    found = translator(states, kept)
-    for group in (*found.keys, *found.values):
-        for layer in group.layers:
-            window = model.geometry.layers[layer].window
-            assert group.states.shape[3] == (len(TOKENS) - 1 if window is None else WINDOW)
-            assert group.start == kept[layer]
+    options = {"translator": identity_of(model), "prefill_step_size": 20}
+    whole = kv.hand_over(model, model, TOKENS, **options)
     assert [c.keys.shape[2] for c in whole if isinstance(c, RotatingKVCache)] == [WINDOW] * 4
 
 
@@ -128,14 +113,3 @@ def test_a_window_larger_than_the_sources_is_refused(families: Models, tmp_path:
         IncompatibleTranslatorError, match="window of 24 tokens.* keeps the last 16"
     ):
         kv.fit(families["gemma3"], kv.load(folder), [{"text": "a b c"}])
-
-
-def test_layers_read_their_own_kind(families: Models) -> None:
-    model = families["gemma3"]
-    translator = kv.fit(model, model, [{"text": "the you and use is of an other " * 24}], nu=2)
-    kinds = [layer.attention for layer in model.geometry.layers]
-    assert kinds == ["sliding", "sliding", "full", "sliding", "sliding"]
-    # Two of the four local layers each; the single global layer has no other to read.
-    assert translator.config.assignment.keys == ((0, 1), (1, 3), (2,), (3, 4), (3, 4))
-    with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
-        kv.fit(families["qwen3"], model, [{"text": "a b c"}])

@@ -186,9 +186,10 @@ def test_a_fit_finds_planted_maps(case: str, planted: dict[str, Planted]) -> Non
         assert arrays[name].shape == expected.shape, name
         np.testing.assert_allclose(arrays[name], expected, rtol=0, atol=2e-4, err_msg=name)
     expected = logits(pair.target, native(pair.target, TOKENS[:-1], 7), TOKENS[-1], 4)
-    for step in (1, 7, 64):
+    ways: list[dict[str, int]] = [{}, {"native_layers": 1}, {"native_tail": 3}]
+    for step, way in zip((1, 7, 64), ways, strict=True):
         made = kv.hand_over(
-            pair.source, pair.target, TOKENS, translator=found, prefill_step_size=step
+            pair.source, pair.target, TOKENS, translator=found, prefill_step_size=step, **way
         )
         assert largest_error(made, native(pair.target, TOKENS[:-1], 7)) < 1e-3
         answer = logits(pair.target, made, TOKENS[-1], 4)

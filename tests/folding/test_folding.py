@@ -44,7 +44,6 @@ from kvlingo_mlx.models.states import KVStates, flat
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.command_line import run
-from tests.support.opened import quantised
 from tests.support.tiny import Case
 
 TOLERANCE = 1e-4  # of a logit, absolute
@@ -134,17 +133,6 @@ def test_equals_the_materialised_cache(root: Path, case: Case) -> None:
     pair = write(root, case)
     assert apart(*pair, prompts(3, 21), 21, [1], prefill_step_size=9) <= TOLERANCE
     assert apart(*pair, prompts(1, 5), 5) <= TOLERANCE
-
-
-def test_a_four_bit_target_with_windows(root: Path, tmp_path: Path) -> None:
-    """Gemma-3, whose windows turn; keys and values read other source layers than each other."""
-    source, whole, translator = write(root, WINDOWED)
-    read = translator.config.assignment
-    assert read.keys != read.values and any(g.window for g in whole.geometry.layers)
-    target, rows = quantised(whole, tmp_path / "small"), prompts(2, 20)
-    assert apart(source, target, translator, rows) <= TOLERANCE
-    both = (materialised(source, model, translator, rows, 20) for model in (target, whole))
-    assert difference(*both) > WRONG  # it was quantised
 
 
 def random_maps(config: TranslatorConfig) -> Translator:

@@ -1,236 +1,123 @@
 """Models and translators from the Hub: a real client against a server on the loopback."""
 
-import base64
 import hashlib
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import huggingface_hub
 import numpy as np
 import pytest
 import safetensors.numpy
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo_names
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.store import publishing
 from tests.support import tiny
 from tests.support.fixtures import Folders, Patch, Printed
 from tests.support.processes import WITHOUT_TORCH
 
 
-@dataclass(frozen=True)
-class Repository:
-    """A folder under an id.
+class LoopbackHub(http.server.ThreadingHTTPServer):
+    """Serves repositories until closed, and refuses uploads.
 
-    ``commits`` maps revisions (branches, tags, hashes) to folders; ``gated`` repositories
-    refuse their files.
+    ``repositories`` maps an id to revisions (branches, tags, hashes), and these to a commit's hash
+    and folder; ``gated`` ones refuse their files.
     """
 
-    commits: dict[str, tuple[str, Path]]
-    gated: bool = False
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Requests)
+        self.repositories: dict[str, dict[str, tuple[str, Path]]] = {}
+        self.gated: set[str] = set()
+        self.requests: list[str] = []  # method and path of each
+        self.tokens: set[str] = set()  # the authorization headers
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-
-@dataclass
-class LoopbackHub:
-    """Serves repositories until closed."""
-
-    repositories: dict[str, Repository] = field(default_factory=dict)
-    requests: list[str] = field(default_factory=list)  # method and path of each
-    tokens: set[str] = field(default_factory=set)  # the authorization headers
-    uploads: Path | None = None  # a folder; None refuses every upload
-    private: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        hub = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            do_HEAD = do_GET
-
-            def do_POST(self) -> None:
-                hub.receive(self)
-
-            do_PUT = do_POST
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-    def add(self, repo_id: str, folder: Path, *revisions: str, gated: bool = False) -> str:
+    def add(self, repo_id: str, folder: Path, *revisions: str) -> str:
         """Publish a folder as a repository's ``main`` (or these revisions); returns the commit."""
         commit = hashlib.sha1(str(folder).encode()).hexdigest()
-        known = self.repositories.get(repo_id, Repository({}))
         names = (commit, *(revisions or ("main",)))
-        commits = {**known.commits, **{name: (commit, folder) for name in names}}
-        self.repositories[repo_id] = Repository(commits, gated)
+        self.repositories.setdefault(repo_id, {}).update(dict.fromkeys(names, (commit, folder)))
         return commit
 
     def files_sent(self) -> set[str]:
         """Names of the files that were asked for."""
-        return {
-            urllib.parse.unquote(r.split("/resolve/")[1].split("/", 1)[1])
-            for r in self.requests
-            if "/resolve/" in r
-        }
+        found = (request.partition("/resolve/")[2] for request in self.requests)
+        return {name.split("/", 1)[1] for name in found if name}
 
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
-    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        path = urllib.parse.urlparse(request.path).path
-        self.requests.append(f"{request.command} {path}")
-        self.tokens.add(request.headers.get("authorization", ""))
-        parts = path.strip("/").split("/")
-        if parts[:2] == ["api", "models"] and len(parts) >= 6:
-            self._api("/".join(parts[2:4]), parts[4], urllib.parse.unquote(parts[5]), request)
-        elif len(parts) >= 5 and parts[2] == "resolve":
-            name = urllib.parse.unquote("/".join(parts[4:]))
-            self._file("/".join(parts[:2]), parts[3], name, request)
-        else:
-            _send(request, 404, b"")
+class Requests(http.server.BaseHTTPRequestHandler):
+    """What the client asks: which commit a revision is, its files, or one of them."""
 
-    def receive(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        """What an upload asks, in its order: repository, branch, upload modes, blobs, commit."""
-        path = urllib.parse.urlparse(request.path).path
-        body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
-        self.requests.append(f"{request.command} {path}")
-        self.tokens.add(request.headers.get("authorization", ""))
-        parts = [urllib.parse.unquote(part) for part in path.strip("/").split("/")]
-        if self.uploads is None:
-            _send(request, 403, b"")
-        elif parts == ["api", "validate-yaml"]:
-            _json(request, {"errors": [], "warnings": []})
-        elif parts == ["api", "repos", "create"]:
-            self._create(json.loads(body), request)
-        elif parts[:2] == ["api", "models"] and parts[4] == "branch":
-            repository = self.repositories["/".join(parts[2:4])]
-            repository.commits.setdefault(parts[5], repository.commits["main"])
-            _json(request, {})
-        elif parts[:2] == ["api", "models"] and parts[4] == "preupload":
-            files = [
-                {"path": file["path"], "shouldIgnore": False,
-                 "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular"}
-                for file in json.loads(body)["files"]
-            ]  # fmt: skip
-            _json(request, {"files": files})
-        elif path.endswith(".git/info/lfs/objects/batch"):
-            objects = json.loads(body)["objects"]
-            for blob in objects:
-                blob["actions"] = {"upload": {"href": f"{self.url}/blobs/{blob['oid']}"}}
-            _json(request, {"transfer": "basic", "objects": objects})
-        elif parts[0] == "blobs":
-            assert hashlib.sha256(body).hexdigest() == parts[1], "another content than promised"
-            (self.uploads / parts[1]).write_bytes(body)
-            _send(request, 200, b"")
-        elif parts[:2] == ["api", "models"] and parts[4] == "commit":
-            self._commit("/".join(parts[2:4]), parts[5], body, request)
-        else:
-            _send(request, 404, b"")
+    protocol_version = "HTTP/1.1"
+    server: LoopbackHub
 
-    def _create(self, asked: dict, request) -> None:
-        repo_id = f"{asked.get('organization') or 'me'}/{asked['name']}"
-        status = 409 if repo_id in self.repositories else 200
-        if status == 200:
-            self.add(repo_id, self._new_folder())
-            if asked.get("private") or asked.get("visibility") == "private":
-                self.private.add(repo_id)
-        _json(request, {"url": f"{self.url}/{repo_id}"}, status)
-
-    def _new_folder(self) -> Path:
-        assert self.uploads is not None
-        folder = self.uploads / f"repository-{len(list(self.uploads.iterdir()))}"
-        folder.mkdir()
-        return folder
-
-    def _commit(self, repo_id: str, revision: str, body: bytes, request) -> None:
-        assert self.uploads is not None
-        folder = self._new_folder()
-        for line in map(json.loads, body.splitlines()):
-            value = line["value"]
-            if line["key"] == "file":
-                (folder / value["path"]).write_bytes(base64.b64decode(value["content"]))
-            if line["key"] == "lfsFile":
-                (folder / value["path"]).write_bytes((self.uploads / value["oid"]).read_bytes())
-        commit = self.add(repo_id, folder, revision)
-        url = f"{self.url}/{repo_id}/commit/{commit}"
-        _json(request, {"commitUrl": url, "commitOid": commit})
-
-    def _find(self, repo_id: str, revision: str, request) -> tuple[str, Path] | None:
-        repository = self.repositories.get(repo_id)
-        found = None if repository is None else repository.commits.get(revision)
+    def do_GET(self) -> None:
+        path = urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
+        self.server.requests.append(f"{self.command} {path}")
+        self.server.tokens.add(self.headers.get("authorization", ""))
+        form = r"/(?:api/models/)?([^/]+/[^/]+)/([a-z-]+)/([^/]+)/?(.*)"
+        found = re.fullmatch(form, path)
         if found is None:
-            what = "Repo" if repository is None else "Revision"
-            _send(request, 404, b"", {"X-Error-Code": f"{what}NotFound"})
-        return found
-
-    def _api(self, repo_id: str, what: str, revision: str, request) -> None:
-        found = self._find(repo_id, revision, request)
-        if found is None:
-            return
-        commit, folder = found
+            return self.send(404)
+        repo_id, what, revision, name = found.groups()
+        commits = self.server.repositories.get(repo_id)
+        if commits is None or revision not in commits:
+            missing = "Repo" if commits is None else "Revision"
+            return self.send(404, error=f"{missing}NotFound")
+        commit, folder = commits[revision]
         files = sorted(p for p in folder.iterdir() if p.is_file())
         if what == "revision":
-            siblings = [{"rfilename": p.name} for p in files]
-            _json(request, {"id": repo_id, "modelId": repo_id, "sha": commit, "siblings": siblings})
-        else:
-            _json(request, [{"type": "file", "path": p.name, "size": p.stat().st_size,
-                             "oid": _etag(p)} for p in files])  # fmt: skip
+            siblings = [{"rfilename": file.name} for file in files]
+            told = {"id": repo_id, "modelId": repo_id, "sha": commit, "siblings": siblings}
+            return self.send(200, json.dumps(told).encode())
+        if what != "resolve":
+            facts = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": f.name}
+                     for f in files]  # fmt: skip
+            return self.send(200, json.dumps(facts).encode())
+        if repo_id in self.server.gated:
+            return self.send(403, error="GatedRepo")
+        if folder / name not in files:
+            return self.send(404, error="EntryNotFound")
+        body = (folder / name).read_bytes()
+        tag = hashlib.sha1(body).hexdigest()
+        return self.send(200, body, {"ETag": f'"{tag}"', "X-Repo-Commit": commit})
 
-    def _file(self, repo_id: str, revision: str, name: str, request) -> None:
-        found = self._find(repo_id, revision, request)
-        if found is None:
-            return
-        if self.repositories[repo_id].gated:
-            _send(request, 403, b"", {"X-Error-Code": "GatedRepo"})
-            return
-        commit, folder = found
-        path = folder / name
-        if not path.is_file():
-            _send(request, 404, b"", {"X-Error-Code": "EntryNotFound"})
-            return
-        headers = {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": commit}
-        _send(request, 200, path.read_bytes(), headers)
+    do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        self.server.requests.append(f"{self.command} {self.path}")
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send(403)
 
-def _etag(path: Path) -> str:
-    return hashlib.sha1(path.read_bytes()).hexdigest()
+    def send(
+        self, status: int, body: bytes = b"", headers: Mapping[str, str] = {}, *, error: str = ""
+    ) -> None:
+        self.send_response(status)
+        told = {"X-Error-Code": error} if error else {}
+        for name, value in {**headers, **told, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
-
-def _json(request, answer: object, status: int = 200) -> None:
-    _send(request, status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
-
-
-def _send(request, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-    request.send_response(status)
-    for name, value in (headers or {}).items():
-        request.send_header(name, value)
-    request.send_header("Content-Length", str(len(body)))
-    request.end_headers()
-    if request.command != "HEAD":
-        request.wfile.write(body)
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 TOKEN = "hf_averysecrettokenofsomebody"
@@ -240,18 +127,15 @@ FORMAT |= {"README.md", "translator_config.json"}
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[LoopbackHub]:
-    server = LoopbackHub()
-    yield server
-    server.close()
+    with LoopbackHub() as server:
+        yield server
+        server.shutdown()
 
 
 @pytest.fixture(autouse=True)
 def clean(hub: LoopbackHub) -> None:
-    hub.repositories.clear()
-    hub.requests.clear()
-    hub.tokens.clear()
-    hub.private.clear()
-    hub.uploads = None
+    for each in (hub.repositories, hub.gated, hub.requests, hub.tokens):
+        each.clear()
 
 
 @pytest.fixture
@@ -391,7 +275,8 @@ def test_import_checks_the_models_at_hand(
     for model in ("me/dense", "me/moe"):
         assert command("show", model).returncode == 0
     hub.repositories.clear()
-    done = command("import", str(translator_alone(translator)))
+    (translator / "pytorch_model.bin").unlink()
+    done = command("import", str(translator))
     assert done.returncode == 0 and done.stderr == ""
     assert "imported_from" not in stored(store).provenance
 
@@ -402,11 +287,6 @@ def test_import_checks_the_models_at_hand(
     assert command("show", "me/dense").returncode == 0
     refused(command("import", str(translator)), "source model me/dense", "norms fingerprint")
     assert command("import", str(translator), "--allow-mismatch").returncode == 0
-
-
-def translator_alone(folder: Path) -> Path:
-    (folder / "pytorch_model.bin").unlink()
-    return folder
 
 
 def test_offline(hub: LoopbackHub, translator: Path, command, store) -> None:
@@ -438,7 +318,8 @@ def test_the_token_is_in_no_output_at_any_level(
 ) -> None:
     """Tracebacks and every library's debug messages included; three commands in one process."""
     hub.add("me/maps", translator)
-    hub.add("me/gated", translator, gated=True)
+    hub.add("me/gated", translator)
+    hub.gated.add("me/gated")
     loud = {"HF_DEBUG": "1", "HF_HUB_VERBOSITY": "debug", "TRANSFORMERS_VERBOSITY": "debug"}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH + EACH, "import me/maps", "import me/gated", "doctor"],
@@ -452,7 +333,8 @@ def test_the_token_is_in_no_output_at_any_level(
 
 def test_what_the_hub_refuses(hub: LoopbackHub, translator: Path, command, store) -> None:
     refused(command("import", "me/absent"), "no such repository")
-    hub.add("me/gated", translator, gated=True)
+    hub.add("me/gated", translator)
+    hub.gated.add("me/gated")
     refused(command("import", "me/gated"), "https://huggingface.co/me/gated")
     hub.add("me/partial", translator)
     (translator / "translator.safetensors").unlink()
@@ -486,21 +368,33 @@ def test_a_revision_of_what_has_none_is_refused(folders: Folders) -> None:
 
 
 def test_publish_uploads_the_formats_own_files(
-    hub: LoopbackHub, command, translator: Path, tmp_path: Path
+    hub: LoopbackHub, command, translator: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """What was uploaded is what an import of it reads; the pickle beside it stays where it is."""
-    hub.uploads = tmp_path / "uploads"
-    hub.uploads.mkdir()
-    done = command("publish", str(translator), "me/new", "--private")
+    api = create_autospec(HfApi, instance=True)
+
+    def commit(repo: str, operations: list, *, revision: str, **told: str) -> SimpleNamespace:
+        folder = tmp_path / "uploaded"
+        folder.mkdir()
+        for each in operations:
+            with each.as_file() as file:
+                (folder / each.path_in_repo).write_bytes(file.read())
+        return SimpleNamespace(commit_url=f"commit/{hub.add(repo, folder, revision)}")
+
+    api.create_commit.side_effect = commit
+    monkeypatch.setattr(publishing, "HfApi", lambda: api)
+    done = command("publish", str(translator), "me/new", "--private", "--revision", "v2")
     assert done.returncode == 0, done.stderr
     assert "left out, since they are no files of a translator: pytorch_model.bin" in done.stderr
-    assert "ungraded" in done.stderr and f"{hub.url}/me/new/commit/" in done.stdout
-    _, folder = hub.repositories["me/new"].commits["main"]
+    api.create_repo.assert_called_once_with("me/new", private=True, exist_ok=True)
+    api.create_branch.assert_called_once_with("me/new", branch="v2", exist_ok=True)
+    made, folder = hub.repositories["me/new"]["v2"]
+    assert "ungraded" in done.stderr and f"commit/{made}" in done.stdout
     own = {p.name for p in translator.iterdir()} & FORMAT
     assert own and {p.name for p in folder.iterdir()} == own
     assert all((folder / n).read_bytes() == (translator / n).read_bytes() for n in own)
-    assert hub.private == {"me/new"} and f"Bearer {TOKEN}" in hub.tokens
-    back = command("import", "me/new", "--out", str(tmp_path / "back"), "--dtype", "float32")
+    there = ("--out", str(tmp_path / "back"), "--dtype", "float32", "--revision", "v2")
+    back = command("import", "me/new", *there)
     assert back.returncode == 0, back.stderr
     assert "grade: ungraded: it has no receipt" in back.stdout
     mine, theirs = kv.load_translator(translator), kv.load_translator(tmp_path / "back")

@@ -18,15 +18,13 @@ ROWS = (4, 16, 32)  # a batch of matrices
 SIZE = 4 * 16 * 32 * 4  # its bytes in float32
 
 
-def swapped(x: mx.array) -> mx.array:
-    return x.reshape(4, 16, 2, 16).swapaxes(1, 2)
-
-
 # A graph of x, the launches on CUDA and on Metal, and the bytes of x's size that CUDA moves.
 PLANTED: dict[str, tuple[Callable[[mx.array], mx.array], int, int, float]] = {
     "views": (lambda x: x[:, ::2].swapaxes(0, 1)[None], 0, 0, 0),
     "reshape that copies": (lambda x: x.swapaxes(0, 1).reshape(64, 32), 1, 1, 2),
-    "reshape that does not": (lambda x: swapped(x).reshape(2, 2, 2, 16, 16), 0, 0, 0),
+    "reshape that does not": (
+        lambda x: x.reshape(4, 16, 2, 16).swapaxes(1, 2).reshape(2, 2, 2, 16, 16), 0, 0, 0
+    ),
     "in a row": (lambda x: mx.exp(-x), 2, 2, 4),
     "joined": (lambda x: mx.concatenate([x, x + 1, x + 2]), 5, 5, 10),
     "one batch": (lambda x: x @ x.swapaxes(-1, -2), 1, 1, 2.5),

@@ -38,9 +38,6 @@ from tests.support.translator_folders import SIDES, Arrays, Layout, to_config
 SPANS = tuple(itertools.product((1, 2), (1, 7)))  # batch and tokens
 
 
-each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-
-
 def on_device(
     data: dict[str, Any], arrays: Arrays, states: dict[str, list[np.ndarray]], batched: bool
 ) -> dict[str, list[np.ndarray]]:
@@ -73,21 +70,16 @@ def test_groups_of_many_hidden_units_are_cut(form: Layout, monkeypatch: pytest.M
     assert most == (3 if form.kind == "linear" else 2 if form.head_mixing else 1)
 
 
-def other_order(data: dict[str, Any], arrays: Arrays) -> Arrays:
-    """Source layers read in the opposite order, where there are two of them."""
-    for side in SIDES:
-        data["assignment"] = data["assignment"] | {
-            side: [layers[::-1] for layers in data["assignment"][side]]
-        }
-    return arrays
-
-
 @pytest.mark.parametrize("name", ["joint", "mlp gated", "linear_mlp head-wise"])
 def test_the_reading_order_counts(name: str) -> None:
+    """Source layers in the opposite order, where there are two of them, are another map."""
     data = config_json(FORMS[name])
     arrays, states = random_arrays(FORMS[name], data, False), random_states(data, 1, 7)
     found = on_device(data, arrays, states, batched=True)
-    wrong = errors(found, reference(data, other_order(data, arrays), states))
+    for side in SIDES:
+        turned = [layers[::-1] for layers in data["assignment"][side]]
+        data["assignment"] = data["assignment"] | {side: turned}
+    wrong = errors(found, reference(data, arrays, states))
     read_two = [layer % 2 == 0 for _ in SIDES for layer in range(5)]
     assert all((error > WRONG) == two for error, two in zip(wrong, read_two, strict=True))
 
@@ -118,7 +110,7 @@ def test_sixteen_bits_as_on_a_gpu(
 
 
 @each_layout
-@each_dtype
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @each_form
 def test_saving_gives_the_bytes_that_were_loaded(
     form: Layout, dtype: str, batched: bool, tmp_path: Path

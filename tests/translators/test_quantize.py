@@ -4,9 +4,9 @@ Two references: weights made so that 8 or 4 bits hold them exactly, for which a 
 translator must equal the float one; and random ones, unpacked here word by word.
 """
 
+import gc
+import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,9 @@ from tests.support.kinds import (
     reference,
     to_device,
 )
-from tests.support.processes import WITHOUT_TORCH
+from tests.support.native_caches import alike
 from tests.support.translator_folders import SIDES, Arrays, Layout, layer_json, to_config
 
-ROOT = Path(__file__).parents[2]
 GROUP = 64
 MATRICES = ("weight", "w1", "w2")
 each_width = pytest.mark.parametrize("bits", [8, 4])
@@ -119,6 +118,23 @@ def test_random_weights_are_their_words(form: Layout, bits: int, batched: bool) 
         assert least < error < most if changed else error <= TOLERANCE
 
 
+@each_layout
+@pytest.mark.parametrize("bits", [None, 8])
+@each_form
+def test_a_window_takes_its_tokens_alone(
+    form: Layout, bits: int | None, batched: bool, monkeypatch: Patch
+) -> None:
+    """And loses nothing by it: on a CPU what a layer with a window keeps is the same to the bit."""
+    monkeypatch.setattr(products, "BLOCK", 16)
+    data = wide_config(form)
+    translator = quantised(data, random_arrays(form, data, True), bits, batched)
+    states, firsts = to_device(random_states(data, 1, 68)), [0, 60, 0, 60, 0]
+    whole, found = layers_of(translator(states)), layers_of(translator(states, firsts))
+    for side, layer in itertools.product(SIDES, range(5)):
+        kept, first = found[side][layer], firsts[layer]
+        assert kept.shape[2] == 68 - first and alike(kept, whole[side][layer][:, :, first:])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @each_width
 @pytest.mark.parametrize("name", ["linear", "linear head-wise", "joint", "linear_mlp"])
@@ -151,22 +167,6 @@ def test_weights_of_sixteen_bits(name: str, bits: int, dtype: str, monkeypatch: 
     assert on_gpu.digest == on_cpu.digest
 
 
-MEASURE = """
-import sys
-
-from kvlingo_mlx.backend import mx
-
-from tests.translators.test_quantize import built_of_eight
-
-for bits in (None, 8, 4):
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    translator = built_of_eight(bits, sys.argv[1] == "batched")
-    print(translator.nbytes, mx.get_active_memory() - before, mx.get_peak_memory() - before)
-    del translator
-"""
-
-
 def built_of_eight(bits: int | None, batched: bool) -> Translator:
     """A translator of 16 matrices of 256 by 256."""
     data = config_json(Layout(), 1)
@@ -182,16 +182,19 @@ def built_of_eight(bits: int | None, batched: bool) -> Translator:
 
 @each_layout
 def test_no_float_copy_is_kept(batched: bool) -> None:
-    """MLX's own account, in a process that holds nothing else: what stays is the packed size."""
-    words = [sys.executable, "-c", WITHOUT_TORCH + MEASURE, "batched" if batched else "apart"]
-    there = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    matrix = 256 * 256 * 4
-    grown = {}
-    for bits, line in zip((None, 8, 4), there.stdout.splitlines(), strict=True):
-        size, grown[bits], peak = map(int, line.split())
+    """By MLX's own account: what stays is the packed size."""
+    matrix, grown = 256 * 256 * 4, {}
+    for bits in (None, 8, 4):
+        gc.collect()  # of what the tests before have left
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        translator = built_of_eight(bits, batched)
+        size = translator.nbytes
+        grown[bits] = mx.get_active_memory() - before
         assert size <= grown[bits] <= size * 1.1  # buffers are rounded up
         if bits is not None:  # no more than a group at a time
-            assert peak < size + (8 if batched else 1) * matrix * 2
+            assert mx.get_peak_memory() - before < size + (8 if batched else 1) * matrix * 2
+        del translator
     assert grown[None] == pytest.approx(16 * matrix, rel=0.1)
     assert grown[8] == pytest.approx(16 * matrix * 9 / 32, rel=0.1)
     assert grown[4] == pytest.approx(16 * matrix * 5 / 32, rel=0.1)
@@ -241,7 +244,7 @@ def test_a_hand_over(
     }  # fmt: skip
     data = json.loads((folder / "translator_config.json").read_text())
     arrays = dict(translator_folder.read(folder)[1].arrays)
-    far, texts, prompt = {}, set(), "hello there"
+    far = {}
     for bits in (None, 8, 4):
         translator = kv.load_translator(folder, quantize=bits)
         cache = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
@@ -250,13 +253,7 @@ def test_a_hand_over(
         own = by_hand(arrays, bits) if bits else arrays
         assert max(errors(found, reference(data, own, states))) < 1e-5
         far[bits] = errors(found, reference(data, arrays, states))
-        texts.add(kv.generate(source, target, prompt, translator=translator, max_tokens=6))
     assert all(1e-4 < a < 0.02 < b < 0.3 for a, b in zip(far[8], far[4], strict=True))
-    assert kv.generate(source, target, prompt, translator=folder, max_tokens=6) in texts
-    shuffled = conditions.shuffled(kv.load_translator(folder))  # the negative control
-    wrong = kv.hand_over(source, target, tokens, translator=shuffled)
-    assert np.linalg.norm(np.array(wrong[0].values[:, :, :17]) - found["values"][0]) > 1
-    assert kv.generate(source, target, prompt, translator=shuffled, max_tokens=6) not in texts
 
 
 def test_verbs_take_it(folders: Folders, tmp_path: Path, capsys: Printed) -> None:

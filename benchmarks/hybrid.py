@@ -32,7 +32,7 @@ from translation_cost import model_of_shape, random_translator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
-from benchmarks.paper.evaluation import recalled
+from benchmarks.paper.evaluation import recalled, reuse
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.plan import Plan
@@ -87,7 +87,7 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, Any]:
         makers[f"closed form, layer {layer} native"] = one_native(plain, own, layer)
     try:
         for j in range(layers):
-            makers[f"DroidSpeak, j = {j}"] = conditions.reused(source, target, j)
+            makers[f"DroidSpeak, j = {j}"] = reuse.reused(source, target, j)
     except IncompatibleTranslatorError as error:
         print(f"no DroidSpeak: {error}")
     samples = [

@@ -1,5 +1,7 @@
 """The scripts of benchmarks/: records made once, rivals that do what is said, missed promises."""
 
+import ast
+import importlib
 import json
 import signal
 import sys
@@ -26,6 +28,7 @@ from tests.support.guards import logs
 from tests.support.native_caches import logits
 
 BENCHMARKS = ROOT / "benchmarks"
+SCRIPTS = sorted(p for f in ("benchmarks", "examples", "tools") for p in (ROOT / f).rglob("*.py"))
 SMALL, LARGE, MIXTURE = "tiny-qwen3-s", "tiny-qwen3-l", "tiny-qwen3-moe"
 L2S, S2L = "large to small", "small to large"
 Parsed = Callable[..., Namespace]
@@ -211,3 +214,29 @@ def test_a_missed_ratio_fails_loudly(
 def test_memory_and_maps_can_be_measured_small(ratios: ModuleType) -> None:
     assert ratios.memory(1, tokens=96, step=32)["ratios"][0] > 0
     assert len(ratios.head_wise(2, tokens=8, layers=2)["ratios"]) == 2
+
+
+def imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("kvlingo_mlx"):
+            raise
+        pytest.skip(f"needs {error.name}")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_scripts_take_of_the_package_is_there(script: Path) -> None:
+    """Most are never run here, and mypy reads the laboratory alone."""
+    tree, modules = ast.parse(script.read_text()), dict[str, ModuleType]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvlingo_mlx"):
+            for alias in node.names:
+                found = getattr(imported(node.module or ""), alias.name, None)
+                found = imported(f"{node.module}.{alias.name}") if found is None else found
+                if isinstance(found, ModuleType):
+                    modules[alias.asname or alias.name] = found
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module, place = modules.get(node.value.id), f"line {node.lineno}: {ast.unparse(node)}"
+            assert module is None or hasattr(module, node.attr), place

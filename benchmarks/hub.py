@@ -137,7 +137,8 @@ def ways(
             single[i, j][np.ix_(rows[j][t], rows[i][s])] = solve(part, ridge=None).weight
     whole_or_not = {"pairs all layers": every, "pairs one layer": single}
     found = {name: {p: (m,) for p, m in maps.items()} for name, maps in whole_or_not.items()}
-    found |= {f"star {Path(model.name).name}": star(every, m) for m, model in enumerate(models)}
+    if not args.no_stars:
+        found |= {f"star {Path(model.name).name}": star(every, m) for m, model in enumerate(models)}
     roots = [powers(each, tokens) for each in eigen]
     means = np.sqrt(sums.diagonal() / tokens)
     sizes = [
@@ -287,6 +288,7 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="*", default=[64, 128, 256])
     parser.add_argument("--units", nargs="*", default=["layers", "white"])
     parser.add_argument("--centred", action="store_true")
+    parser.add_argument("--no-stars", action="store_true")
     parser.add_argument("--texts", type=int, default=110, help="that maps are made of")
     parser.add_argument("--items", type=int, default=5, help="that judge, of each kind")
     parser.add_argument("--kept", type=Path, help="a folder that keeps what was read")
@@ -307,7 +309,8 @@ def main() -> None:
     found: dict[tuple[str, str], dict] = {}
     for j, folder in enumerate(folders):
         target = load(folder, lazy=True)  # one model's weights at a time
-        for i in set(range(len(models))) - {j}:
+        unlike = [m.geometry.layers != target.geometry.layers for m in models]
+        for i in itertools.compress(range(len(models)), unlike):  # others' caches serve as they are
             own = {side: (each[i], each[j]) for side, each in means.items()}
             built = {
                 name: translator(models[i], target, {s: made[s][name][i, j] for s in SIDES}, own)

@@ -17,10 +17,10 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine import healing
 from kvlingo_mlx.engine.conversation import Conversation
-from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.spans import Span
 from kvlingo_mlx.folding import check_foldable
 from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from tests.support import TESTS, hybrid_models, talks, tiny
@@ -208,7 +208,7 @@ def test_some_layers_are_ahead_when_it_stops(
 
 def test_without_a_state_nothing_is_taken_over(models: Models, monkeypatch: Patch) -> None:
     """The control: tokens whose state is not known are read, and are right all the same."""
-    monkeypatch.setattr(Line, "_states", lambda self: {})  # as if they had not been kept
+    monkeypatch.setattr(capture, "recurrent_states", lambda *_: {})  # as if they were not kept
     for name in MAPPED:
         talk = talk_of(models[name], name, eager=False)
         ask(talk, "a", LONG)

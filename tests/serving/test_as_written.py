@@ -43,8 +43,8 @@ def answered(
     )
     read = api.read({"max_tokens": 200, **body})
     for event in clients.together([read.ask])[0].events:
-        read.answer.take(event)
-    return read.answer.body(), ids
+        read.take(event)
+    return read.body(), ids
 
 
 @pytest.mark.parametrize("model", ["bytes", "pieces"])

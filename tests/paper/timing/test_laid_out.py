@@ -136,7 +136,7 @@ def test_what_was_not_measured_is_none_and_the_later_record_counts() -> None:
     found = laid_out("tab:cost", [first])
     assert found.rows[0] == ["Qwen3-0.6B/1.7B", 2048.0, None, None, None, 3.5, 29.0, 30.0]
     (later,) = (second["results"]["pairs"]["qwen3-1.7b:qwen3-0.6b"][0],)
-    later.rows["step"]["median_s"] = 0.0017
+    later["rows"]["step"]["median_s"] = 0.0017
     second["results"]["pairs"] = {"qwen3-1.7b:qwen3-0.6b": [later],
                                   "tiny-s:tiny-l": first["results"]["pairs"]}  # fmt: skip
     second["results"]["plans"]["qwen3-1.7b:qwen3-0.6b"] = {"nu": 4}

@@ -27,7 +27,7 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,9 +275,20 @@ def spoken(models: Sequence[Model], args: argparse.Namespace) -> tuple[list, dic
         kind, number = name.rsplit("-", 1)
         if int(number) < args.items:
             recalled_at = (tuple(places),) if places else ()
-            found = RecallSample(sample.prefix, sample.continuation, recalled_at)
+            found = RecallSample(sample.prefix, sample.continuation, recalled=recalled_at)
             samples.setdefault(kind, []).append(found)
     return texts, samples
+
+
+def totals(own: Collection[Mapping[str, float]], best: Collection[Mapping[str, float]]) -> dict:
+    """The means over pairs, and the share of the recall of the best way."""
+    means = {
+        of: float(np.mean([pair[of] for pair in own]))
+        for of in ("hits", "kl") if all(of in pair for pair in own)
+    }  # fmt: skip
+    if "hits" in means:  # texts without codes have none
+        means["share"] = means["hits"] / float(np.mean([pair["hits"] for pair in best]))
+    return means
 
 
 def main() -> None:
@@ -326,13 +337,7 @@ def main() -> None:
         mx.clear_cache()
     for (kind, name), pairs in found.items():
         size = costs([made[s][name] for s in SIDES]) if name in made[SIDES[0]] else {}
-        told = {
-            of: float(np.mean([p[of] for p in pairs.values()]))
-            for of in ("hits", "kl") if all(of in p for p in pairs.values())
-        }  # fmt: skip
-        if "hits" in told:
-            best = [p["hits"] for p in found[kind, "pairs all layers"].values()]
-            told["share"] = told["hits"] / float(np.mean(best))
+        told = totals(pairs.values(), found[kind, "pairs all layers"].values())
         print(kind, name, *(f"{of} {value:.3f}" for of, value in told.items()), size)
         if args.json:
             config = {"way": name, "tokens": tokens, "texts": args.texts, "judged by": kind}

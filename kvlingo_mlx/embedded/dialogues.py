@@ -178,15 +178,17 @@ def dialogue(
     return Dialogue(tuple(messages), tuple(facts), tuple(asked), questions)
 
 
-def held_out(
-    count: int, *, seed: int = 0, facts: tuple[int, int] = (12, 28), questions: int = 6,
-    drawn: str = "held-out",
-) -> Iterator[Dialogue]:  # fmt: skip
-    """Yield ``count`` dialogues that training never draws, since its seeds are integers."""
+def drawn(
+    kind: str, count: int, *, seed: int = 0, facts: tuple[int, int], questions: int = 6
+) -> Iterator[Dialogue]:
+    """Yield ``count`` dialogues of a kind; kinds are disjoint.
+
+    Training draws none of them, since its seeds are integers.
+    """
     for index in range(count):
-        rng = random.Random(f"{drawn}/{seed}/{index}")
+        rng = random.Random(f"{kind}/{seed}/{index}")
         yield dialogue(rng, rng.randint(*facts), questions)
 
 
-# Dialogues for fitting translators, disjoint from those.
-for_fitting = partial(held_out, facts=(4, 28), drawn="fit")
+held_out = partial(drawn, "held-out", facts=(12, 28))
+for_fitting = partial(drawn, "fit", facts=(4, 28))

@@ -39,6 +39,7 @@ from tests.support.fixtures import Folders, Models, Patch, Printed
 
 MINUTES = 0.05
 FITTING, BESIDES, done = pace.FITTING, Making._besides, Making.done
+USUAL = dialogues.held_out
 
 
 @pytest.fixture(autouse=True)
@@ -333,7 +334,7 @@ def test_two_tokenizers_cannot_be_tuned(tmp_path: Path) -> None:
 
 
 def test_dialogues_must_fit_before_any_work(models: Models, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(dialogues, "held_out", dialogues.held_out.func)
+    monkeypatch.setattr(dialogues, "held_out", USUAL)
     with pytest.raises(ValueError, match="the context of .*dense is 512; leave --max-kl"):
         kv.pair(models["dense"], models["wide"], minutes=MINUTES, max_kl=0.1, out="t")
     assert not list(Path().glob("t*"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.forms import form, is_translator
@@ -14,6 +15,7 @@ from benchmarks.paper.reproducing.models import FEW, PLAIN
 from benchmarks.paper.reproducing.record_filter import RecordFilter
 from benchmarks.paper.reproducing.work import Work
 from benchmarks.paper.training import jobs, paper_pairs
+from kvlingo_mlx.embedded import bundled
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.tokenization.records import open_source
 from kvlingo_mlx.training import command_line
@@ -126,7 +128,10 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
     )
     work.heard.progress(f"training {folder.name}")
     whole = jobs.plan_of(options, plan, recipe, stage1)
-    jobs.start(options, whole, str(folder), heard, work.processes)
+    # A receipt is measured on the bundled conversations.
+    count = bundled.COUNT if work.size.receipts else 0
+    with mock.patch.object(bundled, "COUNT", count):
+        jobs.start(options, whole, str(folder), heard, work.processes)
     files |= {name: work.models.files(name) for name in names}  # which may have been fetched
     work.write(str(_asked_file(folder).relative_to(work.room)), json.dumps(asked) + "\n")
     return folder

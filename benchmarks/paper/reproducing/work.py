@@ -32,6 +32,7 @@ class Size:
         answer: The longest answer in tokens.
         nu: The most source layers that a target layer reads.
         sweeps: Whether rates that the paper does not state are swept, as it did.
+        receipts: Whether translators keep a receipt, which no table reads.
     """
 
     steps: int | None = None
@@ -42,6 +43,7 @@ class Size:
     answer: int | None = None
     nu: int | None = None
     sweeps: bool = True
+    receipts: bool = True
 
     @property
     def told(self) -> dict[str, int]:
@@ -60,6 +62,7 @@ TINY = Size(
     answer=64,
     nu=4,
     sweeps=False,
+    receipts=False,
 )
 
 

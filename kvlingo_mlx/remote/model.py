@@ -103,7 +103,6 @@ def connect(address: str, *, key: str | None = None, patience: float = PATIENCE_
         raise ValueError(f"patience is {patience}; give a number of seconds above 0")
     client = Client(found, key or os.environ.get(API_KEY) or None, float(patience))
     facts = client.facts()
-    client.close()
     version = facts.get("version") if isinstance(facts, dict) else None
     if version is not None and version != __version__:
         raise RemoteModelError(

@@ -28,7 +28,7 @@ class Order:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # the server reads it
     model: str  # the digest of the source's facts, as the server told them
-    session: str  # random, so that two clients that ask the same do not share a job
+    session: str  # random: what is left of an order, asked for anew, goes on with its job
     tokens: tuple[int, ...]  # up to the last that is translated
     step_size: int  # tokens per prefill chunk, counted from the first token
     capture: str  # the capture point of the states that are sent
@@ -38,9 +38,9 @@ class Order:
     wanted: Firsts
 
     @property
-    def id(self) -> str:
-        """The job's name: a digest of all that is asked."""
-        return digest_of(asdict(self))[:32]
+    def key(self) -> str:
+        """A digest of what is asked, which is the same from any position on."""
+        return digest_of({**asdict(self), "wanted": sorted(self.wanted)})
 
     @property
     def start(self) -> int:

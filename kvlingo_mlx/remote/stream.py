@@ -18,15 +18,16 @@ import numpy as np
 from kvlingo_mlx.errors import RemoteModelError
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.tensor_file import DType
+from kvlingo_mlx.format.tensor_file import DType, Shapes
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.remote import chunk
-from kvlingo_mlx.remote.client import DAMAGED, Client, GoneError
+from kvlingo_mlx.remote.client import Client
 from kvlingo_mlx.remote.model import RemoteModel
 from kvlingo_mlx.remote.order import KEPT, Order, split
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.products import loaded
 
+Checked = tuple[dict[str, np.ndarray], DType]
 Arrived = tuple[range, dict[str, np.ndarray], DType]  # of one chunk
 AHEAD = 2  # chunks that have come and wait to be translated
 JOIN_S = 5.0
@@ -50,7 +51,7 @@ class Received:
 def spans(model: RemoteModel, order: Order, received: Received) -> Spans:
     """A source's states of a prompt, in order, as they arrive; ``received`` is filled in.
 
-    Closing the generator ends the transfer, and the job there.
+    Closing the generator ends the transfer.
 
     Raises:
         RemoteModelError: The other machine cannot be reached any more, refuses, or sends what is
@@ -90,37 +91,25 @@ class Transfer:
         self._thread.join(JOIN_S)
 
     def _run(self) -> None:
-        order, lost = self._order, 0  # the order that is being carried out now
+        order = self._order
+        shapes = [order.shapes(span, self._layers) for span in order.spans]
+        blobs = self.client.stream(order, max(map(chunk.most_bytes, shapes)))
         try:
-            while True:
-                position = order.start
-                try:
-                    job = self.client.begin(order)
-                    for number, span in enumerate(order.spans):
-                        if not self._put((span, *self._chunk(job, order, number))):
-                            return
-                        position, lost = span.stop, 0
-                    return
-                except GoneError as error:  # the server was started again, or was idle for too long
-                    lost += 1
-                    if lost > DAMAGED:
-                        raise self.client.odd(f"loses what it reads ({error})") from None
-                    order = self._order.rest(position)
+            with contextlib.closing(blobs):  # type: ignore[type-var] # a generator
+                for span, held, blob in zip(order.spans, shapes, blobs, strict=True):
+                    if not self._put((span, *self._checked(span, held, blob))):
+                        return
         except Exception as error:  # raised where the chunks are waited for
             self._put(error)
-        finally:
-            self.client.end(order.id)  # even if nobody has heard that it began
 
-    def _chunk(self, job: str, order: Order, number: int) -> tuple[dict[str, np.ndarray], DType]:
-        """A chunk that is right: its digest, its position, and each tensor's name and shape."""
-        span = order.spans[number]
-        shapes = order.shapes(span, self._layers)
-        blob = self.client.chunk(job, number, chunk.most_bytes(shapes))
+    def _checked(self, span: range, shapes: Shapes, blob: bytes) -> Checked:
+        """A chunk that is right: its position, and each tensor's name and shape."""
         try:
-            return chunk.unpacked(blob, shapes, order.told(span))
+            return chunk.unpacked(blob, shapes, self._order.told(span))
         except ValueError as error:
             raise RemoteModelError(
-                f"chunk {number} from {self.client.address} is not what was asked for: {error}"
+                f"the chunk of tokens {span.start} to {span.stop} from {self.client.address} is "
+                f"not what was asked for: {error}"
             ) from None
 
     def _put(self, found: Arrived | Exception) -> bool:

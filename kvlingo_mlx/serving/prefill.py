@@ -1,23 +1,15 @@
-"""A source offered to other machines: facts, orders, and chunks as resources that never change.
+"""A source offered to other machines.
 
-    GET    /v1/prefill            the model's facts
-    POST   /v1/prefill            an order -> its job
-    GET    /v1/prefill/JOB/N      chunk N, a safetensors file; 202 while it is being read
-    DELETE /v1/prefill/JOB        the job is not needed any more
+    GET   /v1/prefill    the model's facts
+    POST  /v1/prefill    an order -> its chunks, each as soon as it is read
 
-A chunk has an ``ETag``, its ``Repr-Digest`` (RFC 9530) and honours ``Range`` (RFC 9110); ``Prefer:
-wait=SECONDS`` (RFC 7240) says how long a client waits for it.
+An answer is a stream of frames (:mod:`kvlingo_mlx.remote.frames`).
 """
 
-import asyncio
-import base64
 import contextlib
-import hashlib
 import json
-import re
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import uvicorn
 from pydantic import TypeAdapter, ValidationError
@@ -26,26 +18,22 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from kvlingo_mlx.errors import printable
 from kvlingo_mlx.format.geometry import digest_of
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.remote import frames
 from kvlingo_mlx.remote.client import PATH
 from kvlingo_mlx.remote.model import facts_of
 from kvlingo_mlx.remote.order import Order
 from kvlingo_mlx.serving.guard import Gate, error_handlers, read_body
-from kvlingo_mlx.serving.messages import Failure
-from kvlingo_mlx.serving.reader import Reader, Sealed
+from kvlingo_mlx.serving.reader import Reader
 from kvlingo_mlx.serving.server import bind, configured, url_of
 from kvlingo_mlx.serving.settings import Settings
-from kvlingo_mlx.serving.wire import BadRequest, Refused
+from kvlingo_mlx.serving.wire import BadRequest
 
 JOBS = 4
 ORDER = TypeAdapter(Order)
-LONGEST_WAIT = 30.0
-PIECE = 2**18  # bytes that are handed to the connection at once
-ONE_RANGE = re.compile(r"bytes=(\d{1,15})-")
-WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4}(?:\.\d+)?)")
 
 
 def serve(
@@ -81,9 +69,7 @@ class PrefillServer(uvicorn.Server):
         self.reader = Reader(model, digest_of(self._facts), jobs)
         routes = [
             Route(PATH, self._tell_facts, methods=["GET"]),
-            Route(PATH, self._begin, methods=["POST"]),
-            Route(f"{PATH}/{{job}}", self._end, methods=["DELETE"]),
-            Route(f"{PATH}/{{job}}/{{number:int}}", self._chunk, methods=["GET"]),
+            Route(PATH, self._read, methods=["POST"]),
         ]
         gate = Middleware(Gate, settings=settings, forms={})
         handlers = error_handlers({}, f"GET {PATH}")
@@ -96,10 +82,11 @@ class PrefillServer(uvicorn.Server):
 
     async def _tell_facts(self, request: Request) -> Response:
         """What a client must know of the model before it asks for states."""
-        return _told(self._facts)
+        told = json.dumps(self._facts).encode()
+        return Response(frames.head("", frames.CHUNK, told) + told)
 
-    async def _begin(self, request: Request) -> Response:
-        """A job for an order; the same order has the same one."""
+    async def _read(self, request: Request) -> Response:
+        """The chunks of an order."""
         body = await read_body(request, self._settings)
         try:
             order = ORDER.validate_json(bytes(body), strict=True)
@@ -110,59 +97,20 @@ class PrefillServer(uvicorn.Server):
             raise BadRequest(f"an order's {path}: {first['msg']}") from None
         except ValueError as error:
             raise BadRequest(str(error)) from None
-        await self.reader.begin(order)
-        return _told({"id": order.id})
-
-    async def _end(self, request: Request) -> Response:
-        """Let go of a job."""
-        self.reader.end(request.path_params["job"])
-        return Response(status_code=204)
-
-    async def _chunk(self, request: Request) -> Response:
-        """A chunk, or the rest of it, as soon as it is read."""
-        job, number = request.path_params["job"], request.path_params["number"]
-        asked = WAIT.search(request.headers.get("prefer", ""))
-        seconds = min(float(asked[1]) if asked else LONGEST_WAIT, LONGEST_WAIT)
-        future = self.reader.chunk(job, number)
-        await asyncio.wait({future}, timeout=seconds)
-        if not future.done():
-            return _told({"status": "reading"}, 202)
-        if (error := future.exception()) is not None:
-            self.reader.end(job)
-            text = printable(f"{self._facts['name']} did not read the prompt: {error}"[:400])
-            raise Refused(Failure("internal", text))
-        return _sent(future.result(), request)
+        return _Chunks(self.reader, order)
 
 
-def _told(value: Mapping[str, Any], status: int = 200) -> Response:
-    body = json.dumps(value).encode()
-    digest = {"repr-digest": _digest(hashlib.sha256(body).digest())}
-    return Response(body, status, digest, "application/json")
+class _Chunks(StreamingResponse):
+    """The chunks of an order, until its client leaves."""
 
+    def __init__(self, reader: Reader, order: Order) -> None:
+        self._reader, self._job = reader, reader.begin(order, self)
+        super().__init__(
+            reader.frames(self._job, order, self), media_type="application/octet-stream"
+        )
 
-def _digest(sha256: bytes) -> str:
-    return f"sha-256=:{base64.b64encode(sha256).decode()}:"
-
-
-def _sent(chunk: Sealed, request: Request) -> Response:
-    """A chunk from its first byte, or from the one that was asked for if it is still the same.
-
-    Starlette's FileResponse would do this for a file; states of prompts are in memory alone.
-    """
-    size, tag = len(chunk.blob), f'"{chunk.digest.hex()}"'
-    headers = {"etag": tag, "repr-digest": _digest(chunk.digest), "accept-ranges": "bytes"}
-    start, status = 0, 200
-    asked = ONE_RANGE.fullmatch(request.headers.get("range", ""))
-    if asked is not None and request.headers.get("if-range", tag) == tag:
-        start, status = int(asked[1]), 206
-        if start >= size:
-            return Response(status_code=416, headers={"content-range": f"bytes */{size}"})
-        headers["content-range"] = f"bytes {start}-{size - 1}/{size}"
-    headers["content-length"] = str(size - start)
-    view = memoryview(chunk.blob)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for at in range(start, size, PIECE):
-            yield bytes(view[at : at + PIECE])
-
-    return StreamingResponse(pieces(), status, headers, "application/octet-stream")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._reader.leave(self._job, self)

@@ -1,39 +1,42 @@
-"""A source that reads prompts for other machines: one thread, jobs in turns, a few chunks ahead.
+"""A source that reads prompts for other machines: one thread, jobs in turns, a chunk ahead.
 
-A chunk is a safetensors file with its digest. It is kept until a later one is asked for, or the job
-has been idle for too long. Jobs are kept in HTTP's thread alone; the other one only reads.
+A chunk is a safetensors file with its digest. The latest are kept, so that a connection that was
+cut goes on. Jobs are kept in HTTP's thread alone; the other one only reads.
 """
 
 import asyncio
 import contextlib
-import hashlib
-from collections.abc import Generator
+from collections import deque
+from collections.abc import AsyncIterator, Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
-from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
+from kvlingo_mlx.errors import NotEnoughMemoryError
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.remote import frames
 from kvlingo_mlx.remote.chunk import packed
 from kvlingo_mlx.remote.order import KEPT, Order, split
 from kvlingo_mlx.serving.messages import Failure
 from kvlingo_mlx.serving.wire import BadRequest, Refused
 from kvlingo_mlx.threads import working
 
-AHEAD = 3  # chunks of a job that are kept: the one that is asked for, and those after it
-IDLE_S = 120.0  # after which a job that nobody asks for is let go of
+KEPT_CHUNKS = 3  # of a job: the one that is sent, those beside it
+IDLE_S = 30.0  # after which a job whose connection is gone is let go of
+WAIT_S = 1.0  # after which a client is told that it goes on
+PIECE = 2**18  # bytes that are handed to the connection at once
 
 
 class Sealed(NamedTuple):
-    """A chunk as it is sent, and its sha256."""
+    """A chunk as it is sent: its frame's head, and its file."""
 
+    head: bytes
     blob: bytes
-    digest: bytes
 
 
 Arrays = Generator[dict[str, mx.array], None, None]
@@ -46,19 +49,16 @@ class PrefillJob:
     order: Order
     steps: Arrays  # reads the next chunk
     needs: dict[str, int]  # bytes that it takes in memory
-    chunks: list[asyncio.Future[Sealed] | None]  # those that were dropped are None
-    read: int = 0  # chunks that were read
-    asked: int = 0  # the latest chunk that was asked for
-    reading: asyncio.Task[None] | None = None
+    read: int = 0  # chunks that are read, or will be soon
+    latest: deque[asyncio.Future[Sealed]] = field(default_factory=lambda: deque(maxlen=KEPT_CHUNKS))
+    connection: object = None  # the one that its chunks go to; an older one ends
     idle: asyncio.TimerHandle | None = None  # lets go of it
 
-    def fail(self, why: str) -> None:
-        """Tell whoever waits for a chunk that it will not come."""
-        self.read = len(self.chunks)
-        for chunk in self.chunks:
-            if chunk is not None and not chunk.done():
-                chunk.set_exception(KVLingoError(why))
-                chunk.exception()  # perhaps nobody waits
+    def goes_on(self, order: Order) -> bool:
+        """Whether an order is what is left of this job's, from a chunk on that is still known."""
+        first = len(self.order.spans) - len(order.spans)
+        known = self.read - len(self.latest) <= first <= self.read
+        return known and self.order.rest(order.start) == order
 
 
 class Reader:
@@ -66,50 +66,83 @@ class Reader:
 
     def __init__(self, model: LanguageModel, digest: str, most: int) -> None:
         self.model, self._digest, self._most = model, digest, most
-        self._jobs: dict[str, PrefillJob] = {}
+        self.jobs: dict[str, PrefillJob] = {}
         self._thread = ThreadPoolExecutor(1, "reader")
 
-    async def begin(self, order: Order) -> None:
-        """Begin the job of an order, unless it has begun already.
+    def begin(self, order: Order, connection: object) -> PrefillJob:
+        """The job of an order, which is begun unless it goes on; its chunks go to a connection.
 
         Raises:
             Refused: The order is for another model or has what this one lacks, or there is no room.
         """
-        if order.id not in self._jobs:
+        job = self.jobs.get(order.session)
+        if job is None or not job.goes_on(order):
             self._check_order(order)
+            self._end(order.session)
             self._admit(order)
-        self._go_on(self._jobs[order.id])
+            job = self.jobs[order.session]
+        if job.idle is not None:
+            job.idle.cancel()
+        job.connection = connection
+        return job
 
-    def chunk(self, name: str, number: int) -> asyncio.Future[Sealed]:
-        """A chunk of a job, which is read sooner or later; those before it are dropped.
+    async def frames(
+        self, job: PrefillJob, order: Order, connection: object
+    ) -> AsyncIterator[bytes]:
+        """The chunks of an order, each as soon as it is read."""
+        count, key = len(job.order.spans), order.key
+        for number in range(count - len(order.spans), count):
+            chunk = self._chunk(job, number)
+            if number + 1 < count:
+                self._chunk(job, number + 1)  # is read while this one is sent
+            while not (await asyncio.wait({chunk}, timeout=WAIT_S))[0]:
+                yield frames.head(key, frames.WAIT)
+            if job.connection is not connection or chunk.cancelled():
+                return
+            if (error := chunk.exception()) is not None:
+                self._end(order.session)
+                text = f"{self.model.name} did not read the prompt: {type(error).__name__}: {error}"
+                failed = text[:400].encode()
+                yield frames.head(key, frames.FAILED, failed) + failed
+                return
+            head, blob = chunk.result()
+            yield head
+            view = memoryview(blob)
+            for at in range(0, len(blob), PIECE):
+                yield bytes(view[at : at + PIECE])
+        self._end(order.session)
 
-        Raises:
-            Refused: There is no such job (404) or chunk, or it was dropped (410).
-        """
-        job = self._jobs.get(name)
-        if job is None or not 0 <= number < len(job.chunks):
-            raise Refused(Failure("not_found", "there is no such job; ask for it again"))
-        if (found := job.chunks[number]) is None:
-            told = "this chunk was asked for before; ask for the rest as a new order"
-            raise Refused(Failure("not_found", told), status=410)
-        job.asked = max(job.asked, number)
-        job.chunks[:number] = [None] * number
-        self._go_on(job)
-        return found
+    def leave(self, job: PrefillJob, connection: object) -> None:
+        """A connection is over; a job that has no other one may be gone on with for a while."""
+        if job.connection is connection:
+            job.connection = None
+            loop = asyncio.get_running_loop()
+            job.idle = loop.call_later(IDLE_S, self._end, job.order.session)
 
-    def end(self, name: str, why: str = "the job was ended") -> None:
+    def stop(self) -> None:
+        for name in list(self.jobs):
+            self._end(name)
+        self._most = 0
+        self._thread.shutdown(wait=False)
+
+    def _chunk(self, job: PrefillJob, number: int) -> asyncio.Future[Sealed]:
+        """A chunk of a job, which is read sooner or later; the thread takes all jobs in turns."""
+        if job.read <= number:
+            span, loop = job.order.spans[number], asyncio.get_running_loop()
+            job.latest.append(loop.run_in_executor(self._thread, _next_chunk, job, span))
+            job.latest[-1].add_done_callback(lambda found: found.cancelled() or found.exception())
+            job.read += 1
+        return job.latest[number - job.read]
+
+    def _end(self, name: str) -> None:
         """Let go of a job, if it is there."""
-        if (job := self._jobs.pop(name, None)) is not None:
-            job.fail(why)
+        if (job := self.jobs.pop(name, None)) is not None:
+            job.connection = None
+            for chunk in job.latest:
+                chunk.cancel()
             if job.idle is not None:
                 job.idle.cancel()
             self._thread.submit(job.steps.close)
-
-    def stop(self) -> None:
-        for name in list(self._jobs):
-            self.end(name, "the server stops")
-        self._most = 0
-        self._thread.shutdown(wait=False)
 
     def _check_order(self, order: Order) -> None:
         """Refuse an order of what there is not."""
@@ -130,51 +163,27 @@ class Reader:
             _check(keeps, f"layer {layer} keeps no state", "wanted")
 
     def _admit(self, order: Order) -> None:
-        """Make a job of an order, if there is room for it."""
-        if len(self._jobs) >= self._most:
-            told = f"{len(self._jobs)} jobs are read already, as many as may; wait"
+        """Make a job of an order, if there is room for it; jobs without a connection make room."""
+        if len(self.jobs) >= self._most:
+            for name in [name for name, job in self.jobs.items() if job.connection is None]:
+                self._end(name)
+        if len(self.jobs) >= self._most:
+            told = f"{len(self.jobs)} jobs are read already, as many as may; wait"
             raise Refused(Failure("unready", told))
         spans, count = order.spans, len(order.tokens)
         each = order.nbytes(self.model.geometry.layers, "float32") // len(spans)
         caches = memory.cache_bytes(self.model, count)
-        needs = {memory.caches_of(count): caches, "chunks": each * min(len(spans), AHEAD)}
+        needs = {memory.caches_of(count): caches, "chunks": each * min(len(spans), KEPT_CHUNKS)}
         together, held = dict(needs), 0
-        for other in self._jobs.values():
+        for other in self.jobs.values():
             for name, size in other.needs.items():
                 together[name] = together.get(name, 0) + size
-                held += size * other.read // len(other.chunks)
+                held += size * other.read // len(other.order.spans)
         try:
             memory.check(together, held)
         except NotEnoughMemoryError as error:
             raise Refused(Failure("memory", str(error))) from None
-        steps, loop = self._steps(order), asyncio.get_running_loop()
-        chunks = [loop.create_future() for _ in spans]
-        self._jobs[order.id] = PrefillJob(order, steps, needs, [*chunks])
-
-    def _go_on(self, job: PrefillJob) -> None:
-        """Somebody asks for a job: it is no longer idle, and may be read further."""
-        if job.idle is not None:
-            job.idle.cancel()
-        loop = asyncio.get_running_loop()
-        job.idle = loop.call_later(IDLE_S, self.end, job.order.id, "the job was idle")
-        if job.reading is None or job.reading.done():
-            job.reading = asyncio.create_task(self._read(job))
-
-    async def _read(self, job: PrefillJob) -> None:
-        """Read a job's next chunks; the thread takes the chunks of all jobs in turns."""
-        loop = asyncio.get_running_loop()
-        while job.read < min(len(job.chunks), job.asked + AHEAD):
-            span = job.order.spans[job.read]
-            try:
-                sealed = await loop.run_in_executor(self._thread, _next_chunk, job, span)
-            except Exception as error:  # told to whoever waits; the job stays until it is asked for
-                job.fail(f"{type(error).__name__}: {error}")
-                return
-            if job.read < len(job.chunks):  # else it has failed meanwhile
-                chunk = job.chunks[job.read]
-                job.read += 1
-                if chunk is not None:
-                    chunk.set_result(sealed)
+        self.jobs[order.session] = PrefillJob(order, self._steps(order), needs)
 
     def _steps(self, order: Order) -> Arrays:
         """The tensors of each chunk, evaluated.
@@ -202,7 +211,7 @@ def _next_chunk(job: PrefillJob, span: range) -> Sealed:
     blob = packed(next(job.steps), job.order.told(span))
     if span.stop == len(job.order.tokens):
         job.steps.close()  # its caches are not needed any more
-    return Sealed(blob, hashlib.sha256(blob).digest())
+    return Sealed(frames.head(job.order.key, frames.CHUNK, blob), blob)
 
 
 def _sent(order: Order, span: range, states: KVStates) -> dict[str, mx.array]:

@@ -82,9 +82,10 @@ def remote(network: Network, **options: Any) -> Any:
 def test_connections_cut_at_random_bytes(
     ends: tuple[Any, Any, Any], network: Network, hand: Hand, seed: int
 ) -> None:
-    """Heads, bodies and requests; a transfer goes on at its byte, and the cache is the same."""
+    """Heads, bodies and requests; a transfer goes on at its chunk, and the cache is the same."""
     rng = random.Random(seed)
-    network.cut(rng.choice((rng.randrange(1, 400), rng.randrange(400, 6000))) for _ in range(CUTS))
+    gaps = (rng.choice((rng.randrange(1, 400), rng.randrange(400, 20_000))) for _ in range(CUTS))
+    network.cut(gaps)
     own, handed = hand(ends[0]), 0
     while network.cuts < CUTS and handed < 20:
         assert equal(own, hand(remote(network)))
@@ -92,16 +93,19 @@ def test_connections_cut_at_random_bytes(
     assert network.cuts == CUTS
 
 
-def test_a_chunk_goes_on_at_its_byte(
-    ends: tuple[Any, Any, Any], network: Network, hand: Hand
+def test_a_cut_answer_goes_on_at_its_chunk(
+    ends: tuple[Any, Any, Any], network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut once in the middle of one large chunk: what had come is not sent again."""
-    source = remote(network)
+    """Cut once in the second of four chunks: the first is not sent again, none is read again."""
+    from kvlingo_mlx.serving import reader
+
+    source, packed, made = remote(network), reader.packed, []
+    monkeypatch.setattr(reader, "packed", lambda *given: made.append(given) or packed(*given))
     network.cut(iter([60_000]))
-    cache = kv.hand_over(source, ends[1], PROMPT, translator=ends[2])
-    whole = 4 * 400 * SHAPE["layers"] * 2 * SHAPE["kv_heads"] * SHAPE["head_dim"]
-    assert network.cuts == 1 and whole < network.passed < whole + 20_000
-    assert cache[0].offset == 400
+    cache = kv.hand_over(source, ends[1], PROMPT, translator=ends[2], prefill_step_size=100)
+    chunk = 4 * 100 * SHAPE["layers"] * 2 * SHAPE["kv_heads"] * SHAPE["head_dim"]
+    assert network.cuts == 1 and 4 * chunk < network.passed < 5 * chunk + 20_000
+    assert cache[0].offset == 400 and len(made) == 4
 
 
 def flips(rng: random.Random, share: float) -> Callable[[bytes], bytes]:
@@ -136,19 +140,22 @@ def test_flipped_bytes_of_chunks_are_fetched_again(
 ) -> None:
     """A few, and the cache is right; always, and it is told after three times."""
     source, own = remote(network), hand(ends[0])
-    count = itertools.count()
+    flipped = []
 
-    def last_byte(every: int) -> Callable[[bytes], bytes]:
+    def inner_byte(every: int) -> Callable[[bytes], bytes]:
+        count = itertools.count(1)
+
         def spoil(data: bytes) -> bytes:
             if len(data) < 1000 or next(count) % every:
                 return data
-            return data[:-1] + bytes([data[-1] ^ 1])
+            flipped.append(place := len(data) // 2)
+            return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
         return spoil
 
-    network.spoil = last_byte(5)
-    assert equal(own, hand(source)) and next(count) > 55
-    network.spoil = last_byte(1)
+    network.spoil = inner_byte(5)
+    assert equal(own, hand(source)) and flipped
+    network.spoil = inner_byte(1)
     with pytest.raises(RemoteModelError, match=r"damaged \(its sha256 is another one\), 3 times"):
         hand(source)
 
@@ -267,58 +274,54 @@ def test_a_reader_that_fails_is_told(
         hand(kv.connect(server.address))
 
 
+def begun(source: Any, session: str) -> Iterator[bytes]:
+    """The chunks of an order of fifty chunks."""
+    wanted = {"keys.0": 0, "values.0": 0}
+    order = Order(source.digest, session, tuple(PROMPT[:400]), STEP, "pre_norm", wanted)
+    return client.Client(source.client.address).stream(order, 10**6)
+
+
 def test_jobs_take_turns_and_there_is_a_limit(ends: tuple[Any, Any, Any], hand: Hand) -> None:
     own = hand(ends[0])
     with offered(ends[0], jobs=2) as server:
         source = kv.connect(server.address)
         with ThreadPoolExecutor(2) as pool:
             assert all(equal(own, each) for each in pool.map(hand, [source, source]))
-        until(lambda: not server.jobs)  # clients tell when they have all
-        asks = client.Client(source.client.address)
-        wanted = {"keys.0": 0, "values.0": 0}
-        x, y = (
-            Order(source.digest, name, tuple(PROMPT), STEP, "pre_norm", wanted) for name in "xy"
-        )
-        for order in (x, y):
-            assert asks.begin(order) == asks.begin(order) == order.id
-        assert len(server.jobs) == 2
+        until(lambda: not server.jobs)
+        x, y = (begun(source, name) for name in "xy")
+        first = [next(x), next(y)]
+        assert len(server.jobs) == 2 and first[0] == first[1]
         with pytest.raises(RemoteModelError, match="has no room for this: 2 jobs are read already"):
             hand(kv.connect(server.address, patience=0.5))
-        for number in (0, 2):
-            asks.chunk(x.id, number, 10**6)
-            time.sleep(0.2)
-            assert server.jobs[x.id].read == number + 3  # no further than a few chunks ahead
-        with pytest.raises(client.GoneError, match="was asked for before"):
-            asks.chunk(x.id, 0, 10**6)
-        asks.end(x.id)
+        x.close()  # whose job makes room
         assert equal(own, hand(source))
-        asks.close()
+        assert len(list(y)) == 49
 
 
-def test_idle_jobs_go(
-    ends: tuple[Any, Any, Any], hand: Hand, monkeypatch: pytest.MonkeyPatch
+def test_jobs_without_a_connection_go(
+    ends: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that vanished holds no place."""
+    """A client that vanished holds no caches for long."""
     from kvlingo_mlx.serving import reader
 
     monkeypatch.setattr(reader, "IDLE_S", 0.3)
     with offered(ends[0], jobs=1) as server:
-        source = kv.connect(server.address)
-        wanted = {"keys.0": 0, "values.0": 0}
-        order = Order(source.digest, "x", tuple(PROMPT), STEP, "pre_norm", wanted)
-        asks = client.Client(source.client.address)
-        asks.begin(order)
-        assert equal(hand(ends[0]), hand(source))  # which waits for the place
-        with pytest.raises(client.GoneError, match="no such job"):
-            asks.chunk(order.id, 0, 10**6)
-        asks.close()
+        chunks = begun(kv.connect(server.address), "x")
+        next(chunks)
+        assert len(server.jobs) == 1
+        chunks.close()
+        until(lambda: not server.jobs)
 
 
 def test_a_client_that_leaves_ends_its_job(
-    ends: tuple[Any, Any, Any], server: Offered, network: Network
+    ends: tuple[Any, Any, Any], server: Offered, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer that nobody takes, or Ctrl-C, in the middle of a slow transfer."""
+    from kvlingo_mlx import caches
+    from kvlingo_mlx.serving import reader
+
     source = remote(network)
+    monkeypatch.setattr(reader, "IDLE_S", 0.3)
     network.rate, others = 30_000, set(server.jobs)
 
     class StopError(BaseException):
@@ -326,8 +329,6 @@ def test_a_client_that_leaves_ends_its_job(
 
     def interrupt(*_: Any) -> Any:
         raise StopError
-
-    from kvlingo_mlx import caches
 
     plain, caches.append = caches.append, interrupt
     try:

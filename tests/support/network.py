@@ -33,7 +33,7 @@ class Offered:
 
     @property
     def jobs(self) -> dict[str, Any]:
-        return self.server.reader._jobs
+        return self.server.reader.jobs
 
     def stop(self) -> None:
         self.server.should_exit = True

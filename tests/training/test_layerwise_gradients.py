@@ -50,14 +50,6 @@ def test_hybrids(families: Models, name: str, monkeypatch: Patch) -> None:
         found.append({name: np.array(each) for name, each in made.gradients.items()})
     assert distance(*found) < 1e-4
     check_gradients(pair, sample, tolerance=1e-4)
-    # And the loss moves along the gradient as that says, by the loss alone.
-    size = np.sqrt(sum(float(np.square(each).sum()) for each in found[1].values()))
-    step, losses = 1e-4 / size, []
-    for sign in (1, -1):
-        arrays = random_arrays(config, 3)
-        moved = {name: a + sign * step * found[1][name] for name, a in arrays.items()}
-        losses.append(pair.loss(pair.trainable(config, moved), reading, KL).kl)
-    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(size**2, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "lfm2"])

@@ -64,8 +64,8 @@ def paced(args: argparse.Namespace) -> None:
     read, translated = (each * args.chunks / args.tokens for each in args.pace)
     prefill, reading, append = capture.prefill, Line.read, caches.append
 
-    def slow_prefill(*given: Any) -> Iterator[Any]:
-        for states in prefill(*given):
+    def slow_prefill(*given: Any, **options: Any) -> Iterator[Any]:
+        for states in prefill(*given, **options):
             time.sleep(read * states.num_tokens)
             yield states
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib.util
+import json
 import os
 import signal
 from pathlib import Path
@@ -27,6 +28,7 @@ import kvlingo_mlx as kv
 from benchmarks.paper.timing import geometries
 from kvlingo_mlx.cli import progress
 from kvlingo_mlx.embedded import TRANSLATORS
+from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -119,6 +121,14 @@ def makers(pair: tuple[LanguageModel, LanguageModel]) -> dict[str, conditions.Ca
 def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One local task of lm-eval's of each kind, and a group of two."""
     return write_tiny_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="session")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of two hundred conversations."""
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in lookback(200)))
+    return str(path)
 
 
 @pytest.fixture(scope="session")

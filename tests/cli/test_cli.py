@@ -15,7 +15,7 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx import fitting
 from kvlingo_mlx.cli import VERBS, run
-from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS, zoo_pairs
+from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS
 from kvlingo_mlx.stage1 import passes
 from kvlingo_mlx.version import __version__
 from tests.support import ROOT, tiny
@@ -23,19 +23,24 @@ from tests.support.command_line import RECORD, fails
 from tests.support.fixtures import Folders, Patch, Printed
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    path = tmp_path / "data.jsonl"
+@pytest.fixture(scope="module")
+def data(root: Path) -> Path:
+    path = root / "data.jsonl"
     path.write_text(RECORD * 3)
     return path
 
 
-@pytest.fixture
-def fitted(folders: Folders, data: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(folders: Folders, data: Path, root: Path) -> Path:
     """A translator from "dense" to "moe", made by the command itself."""
-    out = tmp_path / "fitted"
-    assert run(fit_arguments(folders, data, out)) == 0
-    return out
+    assert run(fit_arguments(folders, data, root / "fitted")) == 0
+    return root / "fitted"
+
+
+@pytest.fixture
+def fitted(made: Path, tmp_path: Path) -> Path:
+    """A copy, which may be damaged."""
+    return Path(shutil.copytree(made, tmp_path / "fitted"))
 
 
 def fit_arguments(folders: Folders, data: Path, out: Path) -> list[str]:
@@ -348,11 +353,9 @@ def test_numbers_are_numbers_in_records(
 ) -> None:
     record = tmp_path / "record.jsonl"
     told = ["--json", str(record)]
-    embedded = str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")
-    pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
     assert run(["show", str(fitted), "--quantize", "8", *told]) == 0
     assert run(["show", str(folders["moe"]), *told]) == 0
-    assert run(["verify", embedded, *pair, *told]) == 0
+    assert run(["verify", str(fitted), *told]) == 0
     assert run(["import", str(fitted), *told]) == 0
     shown, model, verified, imported = (
         json.loads(line)["results"] for line in record.read_text().splitlines()
@@ -428,19 +431,13 @@ CHAT = [
 ]
 
 
-@pytest.mark.parametrize("pair", zoo_pairs(), ids="--".join)
 def test_the_question_that_is_suggested_for_the_embedded_models_is_answered(
-    pair: tuple[str, str], capsys: Printed
+    capsys: Printed,
 ) -> None:
-    given = [
-        "generate",
-        "--prefill-model",
-        pair[0],
-        "--decode-model",
-        pair[1],
-        "-c",
-        "verbose=false",
-    ]
+    """By one pair; test_zoo asks each."""
+    pair = "tiny-qwen3-s", "tiny-qwen3-l"
+    ends = ["--prefill-model", pair[0], "--decode-model", pair[1]]
+    given = ["generate", *ends, "-c", "verbose=false"]
     assert run([*given, "--prompt", "What is the capital of France?"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {pair[1]} can only repeat facts that the prompt states; try ")

@@ -26,7 +26,7 @@ from kvlingo_mlx.embedded.dialogues import for_fitting, held_out
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families import family_of, register
 from kvlingo_mlx.tokenization.samples import tokenise
-from tests.support import ROOT, repository_tools
+from tests import support
 from tests.support.native_caches import TOKENS, held
 
 torch = pytest.importorskip("torch")
@@ -40,7 +40,7 @@ Convert = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    return repository_tools.tool("convert_mla")
+    return support.tool("convert_mla")
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_what_cannot_be_converted(tool: ModuleType, convert: Convert, tmp_path: 
         folder = rewritten(zoo(SMALL), tmp_path / said, **more)
         with pytest.raises(UnsupportedModelError, match=f"this model has {said}, which cannot"):
             tool.shape_of(transformers.AutoConfig.from_pretrained(folder))
-    gemma = ROOT / "tests" / "zoo" / "models" / "tiny-gemma3-s"
+    gemma = support.ROOT / "tests" / "zoo" / "models" / "tiny-gemma3-s"
     for folder, kind in ((gemma, "gemma3_text"), (convert(rank=64, rotary=64), "converted_mla")):
         with pytest.raises(UnsupportedModelError, match=f"this model has model_type '{kind}'"):
             tool.shape_of(transformers.AutoConfig.from_pretrained(folder))
@@ -285,7 +285,7 @@ def tune() -> Iterator[ModuleType]:
         for name, value in facts.items():
             patch.setenv(name, value)
         torch.distributed.init_process_group("gloo")
-        yield repository_tools.tool("recover_mla")
+        yield support.tool("recover_mla")
         torch.distributed.destroy_process_group()
 
 

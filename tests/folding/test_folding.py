@@ -35,8 +35,6 @@ from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.folding import FoldedCache, decoding, fold_caches
 from kvlingo_mlx.folding import cache as wiring
 from kvlingo_mlx.format import assignment, translator_folder
-from kvlingo_mlx.format.maps import maps_of
-from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.translators import find_translator
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -44,6 +42,7 @@ from kvlingo_mlx.models.states import KVStates, flat
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.command_line import run
+from tests.support.random_samples import random_translator
 from tests.support.tiny import Case
 
 TOLERANCE = 1e-4  # of a logit, absolute
@@ -135,16 +134,6 @@ def test_equals_the_materialised_cache(root: Path, case: Case) -> None:
     assert apart(*pair, prompts(1, 5), 5) <= TOLERANCE
 
 
-def random_maps(config: TranslatorConfig) -> Translator:
-    """A linear translator of random numbers."""
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for m in maps_of(config):
-        shape = ((m.heads,) if m.heads else ()) + (m.outputs, m.inputs)
-        arrays[f"{m.name}.weight"] = rng.standard_normal(shape, np.float32) * 0.2
-    return translators.build(config, Weights("float32", arrays))
-
-
 @pytest.mark.parametrize(
     ("side", "head_mixing"),
     [("keys", True), ("keys", False), ("values", True), ("values", False), ("joint", True)],
@@ -159,7 +148,7 @@ def test_keys_and_values_of_other_layers(root: Path, side: str, head_mixing: boo
         source.spec(), target.spec(), assignment.Assignment(**read), head_mixing=head_mixing,
         capture="post_rope", joint=joint,
     )  # fmt: skip
-    translator = random_maps(config)
+    translator = random_translator(config)
     assert apart(source, target, translator, prompts(1, 20)) <= TOLERANCE
 
 
@@ -440,7 +429,7 @@ def test_another_checkpoint_where_it_is_allowed(root: Path, tmp_path: Path) -> N
     """All the way through, the last check included."""
     source, target, _ = write(root, BIASED)
     same = assignment.by_depth(source.geometry.layers, target.geometry.layers)
-    translator = random_maps(
+    translator = random_translator(
         TranslatorConfig(source.spec(), target.spec(), same, head_mixing=False, capture="post_rope")
     )
     shape = dict(tiny.MODELS["dense4x16"][1], seed=77)

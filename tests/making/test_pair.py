@@ -58,14 +58,6 @@ def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path / "home"
 
 
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    lines = (json.dumps({"messages": chat}) for chat in lookback(200))
-    path.write_text("\n".join(lines))
-    return str(path)
-
-
 def test_two_models_in_a_translator_out(
     folders: Folders, home: Path, tmp_path: Path, capsys: Printed
 ) -> None:
@@ -100,29 +92,31 @@ def test_two_models_in_a_translator_out(
     assert (folder / translator_folder.WEIGHTS_FILE).stat().st_mtime_ns == before
 
 
-def test_what_a_refusal_advises_is_taken(models: Models, chats: str, monkeypatch: Patch) -> None:
+def test_what_a_refusal_advises_is_taken(
+    models: Models, generated: str, monkeypatch: Patch
+) -> None:
     """Too little time leaves nothing behind that binds the next command; one model is refused, and
     another pair's folder."""
     ends = models["dense"], models["wide"]
     with monkeypatch.context() as patch:
         patch.setattr(pace, "FEWEST_STEPS", 10**9)
         with pytest.raises(ValueError, match=r"minutes are too few here.*give --minutes \d+"):
-            kv.pair(*ends, [chats], minutes=MINUTES / 2, out="t")
+            kv.pair(*ends, [generated], minutes=MINUTES / 2, out="t")
     assert not Path("t.pair").exists()
-    made = kv.pair(*ends, [chats], minutes=MINUTES, capture="post_norm", out="t").config
+    made = kv.pair(*ends, [generated], minutes=MINUTES, capture="post_norm", out="t").config
     assert made.provenance["stage"] == 2 and made.capture == "post_norm"
     with pytest.raises(ValueError, match="one model.*give two models"):
-        kv.pair(models["dense"], models["dense"], [chats], minutes=MINUTES, out="u")
+        kv.pair(models["dense"], models["dense"], [generated], minutes=MINUTES, out="u")
     with pytest.raises(ValueError, match="post_norm keys from .*dense to .*wide; give another"):
-        kv.pair(models["wide"], models["dense"], [chats], minutes=MINUTES, out="t")
+        kv.pair(models["wide"], models["dense"], [generated], minutes=MINUTES, out="t")
     with pytest.raises(ValueError, match="holds a translator of post_norm keys.*give another"):
-        kv.pair(*ends, [chats], minutes=MINUTES, capture="pre_norm", out="t")
-    again = kv.pair(*ends, [chats], minutes=MINUTES, capture="post_norm", out="t")
+        kv.pair(*ends, [generated], minutes=MINUTES, capture="pre_norm", out="t")
+    again = kv.pair(*ends, [generated], minutes=MINUTES, capture="post_norm", out="t")
     assert again.config == made  # left as it is
 
 
 def test_stopped_anywhere_it_goes_on(
-    models: Models, chats: str, tmp_path: Path, monkeypatch: Patch
+    models: Models, generated: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Killed in either stage: no length or fit is made again, and other minutes are refused."""
     ends, fits, run = (models["dense"], models["wide"]), [], ClosedForm.run
@@ -138,12 +132,12 @@ def test_stopped_anywhere_it_goes_on(
         with monkeypatch.context() as patch:
             patch.setattr(Distillation, "_judge", stop)
             with pytest.raises(KeyboardInterrupt):
-                kv.pair(*ends, [chats], minutes=MINUTES, out="t")
+                kv.pair(*ends, [generated], minutes=MINUTES, out="t")
         monkeypatch.setattr(Making, "_lengths", None)
     assert len(fits) == 2, "a first stage that is stopped is made anew, and kept where it ended"
     with pytest.raises(ValueError, match=r"minutes was 0\.05, is 5.*remove the folder"):
-        kv.pair(*ends, [chats], minutes=5, out="t")
-    result = kv.pair(*ends, [chats], minutes=MINUTES, out="t")
+        kv.pair(*ends, [generated], minutes=5, out="t")
+    result = kv.pair(*ends, [generated], minutes=MINUTES, out="t")
     assert len(fits) == 2
     assert result.config.provenance["stage"] == 2 and not result.bundled_data
     assert not Path("t.pair").exists() and not Path("t.partial").exists()
@@ -244,7 +238,7 @@ def test_too_little_time_is_refused(
         steps((few - 1) / 1.2)
 
 
-def test_it_ends_within_its_minutes(models: Models, chats: str, monkeypatch: Patch) -> None:
+def test_it_ends_within_its_minutes(models: Models, generated: str, monkeypatch: Patch) -> None:
     """By a clock of planted speed: reading, learning and the receipt are all that takes time."""
     short = functools.partial(dialogues.held_out, facts=(2, 3), questions=1)
     for place, name, value in (
@@ -277,19 +271,19 @@ def test_it_ends_within_its_minutes(models: Models, chats: str, monkeypatch: Pat
         return receipt(pair, *rest)
 
     monkeypatch.setattr(MLXPair, "receipt", measured)
-    made = kv.pair(models["dense"], models["wide"], [chats], minutes=2.0, out="t")
+    made = kv.pair(models["dense"], models["wide"], [generated], minutes=2.0, out="t")
     assert made.config.provenance["steps"] > 2 and len(receipts) == 1 and receipts[0] > 0.5
     assert 0.6 * 120 < now[0] <= 120
 
 
 def test_source_layers_that_are_named_or_fit(
-    models: Models, chats: str, monkeypatch: Patch
+    models: Models, generated: str, monkeypatch: Patch
 ) -> None:
     ends = models["dense"], models["wide"]
-    made = kv.pair(*ends, chats, minutes=MINUTES, nu=2, out="t")
+    made = kv.pair(*ends, generated, minutes=MINUTES, nu=2, out="t")
     assert made.config.nu == 2
     with pytest.raises(ValueError, match="nu"):
-        kv.pair(*ends, chats, minutes=MINUTES, nu=4, out="u")  # they have three layers
+        kv.pair(*ends, generated, minutes=MINUTES, nu=4, out="u")  # they have three layers
 
     def check(pair: MLXPair, config: TranslatorConfig, *rest: Any) -> str:
         if config.nu > 1:
@@ -297,11 +291,11 @@ def test_source_layers_that_are_named_or_fit(
         return ""
 
     monkeypatch.setattr(MLXPair, "check_memory", check)
-    assert kv.pair(*ends, chats, minutes=MINUTES, out="v").config.nu == 1
+    assert kv.pair(*ends, generated, minutes=MINUTES, out="v").config.nu == 1
 
 
 def test_a_target_that_cannot_be_matched_is_distilled(
-    models: Models, chats: str, tmp_path: Path
+    models: Models, generated: str, tmp_path: Path
 ) -> None:
     """The attention of DeepSeek-V3 is given other entries than its cache holds."""
     model_type, facts = tiny.FAMILIES["deepseek_v3"]
@@ -309,7 +303,7 @@ def test_a_target_that_cannot_be_matched_is_distilled(
         kv.load(tiny.write_tiny_model(tmp_path / f"{seed}", model_type, **{**facts, "seed": seed}))
         for seed in (1, 2)
     ]
-    made = kv.pair(*ends, chats, minutes=MINUTES, out="t").config.provenance
+    made = kv.pair(*ends, generated, minutes=MINUTES, out="t").config.provenance
     assert made["stage"] == 2 and "matching" not in made
 
 
@@ -341,14 +335,14 @@ def test_dialogues_must_fit_before_any_work(models: Models, monkeypatch: Patch) 
 
 
 def test_another_translator_in_the_store_is_left_alone(
-    models: Models, chats: str, monkeypatch: Patch
+    models: Models, generated: str, monkeypatch: Patch
 ) -> None:
     ends = models["dense"], models["wide"]
-    first = kv.pair(*ends, chats, minutes=MINUTES, out="t")
+    first = kv.pair(*ends, generated, minutes=MINUTES, out="t")
     assert first.stored is not None and not first.bundled_data
     digest = kv.load_translator(first.stored).digest
     monkeypatch.setattr(making, "NUS", (first.config.nu,))  # the same form again
-    other = kv.pair(*ends, chats, minutes=MINUTES, seed=1, out="u")
+    other = kv.pair(*ends, generated, minutes=MINUTES, seed=1, out="u")
     assert other.stored is None and "left as it is" in other.lines[-1]
     assert "kvlingo-mlx import u --force" in other.lines[-1]
     assert kv.load_translator(first.stored).digest == digest
@@ -361,9 +355,9 @@ def test_another_translator_in_the_store_is_left_alone(
             KeyboardInterrupt
         ))  # fmt: skip
         with pytest.raises(KeyboardInterrupt):
-            kv.pair(*ends, chats, minutes=MINUTES, max_kl=0.0, out="t")
+            kv.pair(*ends, generated, minutes=MINUTES, max_kl=0.0, out="t")
     monkeypatch.setattr(Making, "train", None)
-    assert kv.pair(*ends, chats, minutes=MINUTES, max_kl=0.0, out="t").config.native_layers == 3
+    assert kv.pair(*ends, generated, minutes=MINUTES, max_kl=0.0, out="t").config.native_layers == 3
     assert not Path("t.pair").exists()
 
 

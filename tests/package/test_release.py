@@ -8,9 +8,8 @@ from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
 from kvlingo_mlx.cli import VERBS, run
-from tests.support import ROOT
+from tests.support import ROOT, tool
 from tests.support.fixtures import Patch, Printed
-from tests.support.repository_tools import tool
 
 COMPLETE = "_KVLINGO_MLX_COMPLETE"
 MAC = {"platform_system": "Darwin", "sys_platform": "darwin", "platform_machine": "arm64"}

@@ -158,15 +158,14 @@ def test_a_second_thread_is_refused_and_an_ended_answer_lets_go(families: Models
     assert talk.reply("b", "is it on?", max_tokens=2) is not None
 
 
-@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
-def test_interruptions_leave_nothing_behind(families: Models, kind: type[BaseException]) -> None:
+def test_interruptions_leave_nothing_behind(families: Models) -> None:
     """In a prefill, in a decoding step, by leaving an answer: lock free, classes back."""
     model = families["qwen3"]
     classes = [type(module) for module in model.model.modules()]
     expected = replies(model)
 
     def interrupt(*_: Any) -> Any:
-        raise kind
+        raise KeyboardInterrupt  # which passes by what looks for exceptions alone
 
     def check() -> None:
         gc.collect()
@@ -178,7 +177,7 @@ def test_interruptions_leave_nothing_behind(families: Models, kind: type[BaseExc
         with pytest.MonkeyPatch.context() as patch:
             if at == "__call__":
                 patch.setattr(type(model.attentions[1]), at, interrupt)
-            with pytest.raises(kind):
+            with pytest.raises(KeyboardInterrupt):
                 sampler = interrupt if at == "sampler" else None
                 talk.reply("a", "hi there", max_tokens=NEW, sampler=sampler)
         check()

@@ -3,23 +3,17 @@
 No two widths are alike where the family allows it, and no head counts.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-import numpy as np
-
 from kvlingo_mlx.format.assignment import by_depth
-from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.grading import Receipt
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
-from tests.support import plain_models, tiny
+from tests.support import plain_models, random_samples, tiny
 
 EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -106,34 +100,6 @@ def forget_tails(model: LanguageModel) -> None:
             module.conv1d.weight = mx.concatenate([zeros, weight[:, -1:]], axis=1)
 
 
-def states_read(
-    source: LanguageModel, layer: LayerGeometry, reads: Sequence[int], index: int
-) -> list[tuple[int, int]]:
-    """The (source layer, side) whose rows a map's input has, by the format page.
-
-    A layer of the same kind gives the side (by its ``index``) that is mapped, another kind both.
-    """
-    kinds = [g.attention for g in source.geometry.layers]
-    return [(s, i) for s in reads for i in ((index,) if kinds[s] == layer.attention else (0, 1))]
-
-
-def random_state_maps(
-    source: LanguageModel, layer: LayerGeometry, t: int, nu: int, rng: np.random.Generator
-) -> dict[str, np.ndarray]:
-    """Random maps of a target layer's state, by the format page's table of shapes."""
-    ours = layer.recurrence
-    theirs = next(g.recurrence for g in source.geometry.layers if g.recurrence is not None)
-    assert ours is not None
-    shapes = {
-        "left": (ours.value_heads, ours.value_dim, nu * theirs.value_dim),
-        "right": (ours.value_heads, nu * theirs.key_dim, ours.key_dim),
-    }
-    return {
-        f"states.{t}.{name}": (rng.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-
-
 def random_translator(
     source: LanguageModel,
     target: LanguageModel,
@@ -147,18 +113,4 @@ def random_translator(
     exact = {"receipt": Receipt(0.0, 1.0, 0, 1.0).to_json()}
     ends = source.spec(), target.spec()
     config = TranslatorConfig(*ends, assignment, state_maps=state_maps, provenance=exact)
-    rng = np.random.default_rng(seed)
-    arrays = {}
-    for index, side in enumerate(tiny.SIDES):
-        for t, (layer, reads) in enumerate(
-            zip(target.geometry.layers, assignment.side(side), strict=True)
-        ):
-            if state_maps and layer.recurrence is not None:
-                if side == "keys":
-                    arrays |= random_state_maps(source, layer, t, len(reads), rng)
-                continue
-            read = states_read(source, layer, reads, index)
-            inputs = sum(source.geometry.layers[s].width(tiny.SIDES[i]) for s, i in read)
-            array = rng.standard_normal((layer.width(side), inputs)) / np.sqrt(inputs)
-            arrays[f"{side}.{t}.weight"] = array.astype(np.float32)
-    return build(config, Weights("float32", arrays))
+    return random_samples.random_translator(config, seed)

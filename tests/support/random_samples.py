@@ -1,8 +1,15 @@
-"""Samples of random tokens."""
+"""Samples of random tokens, and maps of random numbers."""
+
+import math
 
 import numpy as np
 
+from kvlingo_mlx.format.maps import expected_shapes
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators.base import Translator
 
 
 def samples(count: int, tokens: int, seed: int = 0) -> list[Sample]:
@@ -30,3 +37,18 @@ class Random:
 
     def held_out(self, count: int = 64) -> list[Sample]:
         return [Random.sample(self, i) for i in range(count)]
+
+
+def random_arrays(config: TranslatorConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Tensors of the size a translator has, for every kind."""
+    rng = np.random.default_rng(seed)
+    gates = [f"keys.{t}.gate" for t in range(len(config.target.layers))]
+    out = {}
+    for name, shape in expected_shapes(config, gates if config.kind == "mlp" else ()).items():
+        shape = tuple(6 if n == -1 else n for n in shape)
+        out[name] = rng.normal(size=shape) / math.sqrt(shape[-1])
+    return out
+
+
+def random_translator(config: TranslatorConfig, seed: int = 0) -> Translator:
+    return build(config, Weights.from_float32(random_arrays(config, seed), "float32"))

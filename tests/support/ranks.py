@@ -27,7 +27,7 @@ from kvlingo_mlx.caches.memory import weights_bytes
 from kvlingo_mlx.loading.opening import let_go
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import TESTS
-from tests.support.ports import free_ports
+from tests.support.processes import free_ports
 
 TOKENS, DRAWN = 16, 6  # of a greedy answer, and of one that is drawn
 RANK = int(os.environ.get("MLX_RANK", 0))

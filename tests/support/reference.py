@@ -19,6 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from tests.support import kinds
+from tests.support.translator_folders import layer_output
+
 Model = Any  # a transformers model: its attributes differ by family, and types hide them
 # How many of norm and rotation keys have behind them; those of latents await their rotation.
 POINTS = {"pre_norm": 0, "latent": 1, "post_norm": 1, "post_rope": 2}
@@ -189,32 +192,11 @@ def translate_layer(
     states: Sequence[Tensor],
 ) -> Tensor:
     """One target layer's keys or values, (T, H, D), from the source's (T, H, D) a layer."""
-    weight = tensors[f"{side}.{layer}.weight"]
-    read = [states[s] for s in config["assignment"][side][layer]]
-    geometry = config["target"]["layers"][layer]
-    dim = geometry["key_dim"] if side == "keys" else geometry["value_dim"]
-    apply = mix_heads if config["head_mixing"] else functools.partial(map_heads, config)
-    rows = []
-    for position in range(len(read[0])):
-        row = apply(weight, [array[position] for array in read]).reshape(-1)
-        if f"{side}.{layer}.bias" in tensors:
-            row = row + tensors[f"{side}.{layer}.bias"]
-        rows.append(row.view(geometry["kv_heads"], dim))
-    return torch.stack(rows)
-
-
-def mix_heads(weight: Tensor, read: Sequence[Tensor]) -> Tensor:
-    """A token's map that reads every head: each layer's heads stacked, layers in order."""
-    return weight @ torch.cat([array.reshape(-1) for array in read])
-
-
-def map_heads(config: dict[str, Any], weight: Tensor, read: Sequence[Tensor]) -> Tensor:
-    """A token's head-wise map: target head h reads its one source head in every layer."""
-    targets, sources = len(weight), len(read[0])
-    head_map = config.get("head_map") or [h // (targets // sources) for h in range(targets)]
-    return torch.stack(
-        [weight[h] @ torch.cat([array[head_map[h]] for array in read]) for h in range(targets)]
-    )
+    parts = kinds.tensors_of({name: t.numpy() for name, t in tensors.items()}, f"{side}.{layer}")
+    read = [states[s].flatten(1).numpy() for s in config["assignment"][side][layer]]
+    rows = [layer_output(parts, kinds.inputs(config, row)) for row in zip(*read, strict=True)]
+    heads = config["target"]["layers"][layer]["kv_heads"]
+    return torch.tensor(np.stack(rows)).view(len(rows), heads, -1)
 
 
 def finish(

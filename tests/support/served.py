@@ -15,8 +15,7 @@ import httpx
 import openai
 
 from tests.support import ROOT
-from tests.support.ports import free_ports
-from tests.support.processes import WITHOUT_TORCH, until
+from tests.support.processes import WITHOUT_TORCH, free_ports, until
 
 ZOO = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe"}  # what ``zoo_server`` offers
 # The zoo's models begin no reasoning trace then.

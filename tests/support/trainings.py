@@ -1,11 +1,12 @@
-"""Small trainings in PyTorch on samples of random tokens."""
+"""Small trainings in both runtimes on samples of random tokens."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
@@ -19,20 +20,23 @@ from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.evaluation.continuation import log_probabilities  # noqa: E402
-from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
 from kvlingo_mlx.group import Group  # noqa: E402
+from kvlingo_mlx.models.hidden import hidden_states, logits_of  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.stage1.norms import norm_named  # noqa: E402
 from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training import checkpoints, distill  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
+from kvlingo_mlx.training.on_mlx import gradients  # noqa: E402
+from kvlingo_mlx.training.on_mlx.gradients import TranslatedLayer  # noqa: E402
+from kvlingo_mlx.training.on_mlx.translator import MLXTranslator  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import MATCHING, Recipe  # noqa: E402
 from kvlingo_mlx.training.runtime import Pair  # noqa: E402
 from kvlingo_mlx.training.trainer import Trainer  # noqa: E402
-from tests.support.random_samples import Random  # noqa: E402
+from tests.support.random_samples import Random, random_arrays  # noqa: E402
 from tests.support.reference import rms_norm  # noqa: E402
 
 # What plans of every kind say; ``native_layers`` go with any of them.
@@ -63,17 +67,6 @@ def closed_form(
     made = ClosedForm(config, pair, lambda: data, norm_named(norm), ridge=ridge, learns=True)
     made.run()
     return made
-
-
-def random_arrays(config: TranslatorConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Tensors of the size a translator has, for every kind."""
-    rng = np.random.default_rng(seed)
-    gates = [f"keys.{t}.gate" for t in range(len(config.target.layers))]
-    out = {}
-    for name, shape in expected_shapes(config, gates if config.kind == "mlp" else ()).items():
-        shape = tuple(6 if n == -1 else n for n in shape)
-        out[name] = rng.normal(size=shape) / math.sqrt(shape[-1])
-    return out
 
 
 def altered(
@@ -147,6 +140,47 @@ def distance(found: Gradients, expected: Gradients) -> float:
     errors, sizes = np.array([np.linalg.norm(pairs, axis=0) for pairs in norms.values()]).T
     assert (sizes > 0).all()
     return float((errors / sizes).max())
+
+
+def traced(pair: Pair, made: MLXTranslator, reading: Any) -> float:
+    """The loss and its gradients by MLX's own transformation of the whole pass."""
+    target, sample, native = pair.target, reading.sample, reading.native
+    starts = target.geometry.first_kept(len(sample.prefix) - 1)
+
+    def loss(leaves: Any) -> mx.array:
+        cache = gradients._cache(target, [*native, *leaves], sample)
+        states = hidden_states(target, (sample.prefix[-1], *sample.continuation[:-1]), cache)
+        ours, teacher = (logits_of(target, each) for each in (states, reading.teacher))
+        ours, teacher = (x - mx.logsumexp(x, -1, keepdims=True) for x in (ours, teacher))
+        return (mx.exp(teacher) * (teacher - ours)).sum() / len(sample.continuation)
+
+    layers = [
+        TranslatedLayer(target, made, reading, t, start)
+        for t, start in enumerate(starts)
+        if t >= len(native)
+    ]
+    value, found = mx.value_and_grad(loss)([layer.entry() for layer in layers])
+    for layer, gradient in zip(layers, found, strict=True):
+        made.learn(layer.pulled(gradient, 1.0))
+    return value.item()
+
+
+def check_gradients(
+    pair: Pair, sample: Sample, plan: TrainingPlan | None = None, tolerance: float = 1e-5
+) -> None:
+    """The gradient that is taken layer by layer is that of one trace, of every tensor it is of."""
+    config = make_config(pair.source, pair.target, plan or TrainingPlan())
+    ours, theirs = (pair.trainable(config, random_arrays(config, 3)) for _ in range(2))
+    reading = pair.read(sample, config)
+    expected = traced(pair, theirs, reading)
+    assert pair.loss(ours, reading, objective_named("kl"), 1.0).kl == pytest.approx(
+        expected, rel=1e-5
+    )
+    found, wanted = ({n: np.array(g) for n, g in m.gradients.items()} for m in (ours, theirs))
+    native = config.native_layers
+    assert set(found) == {n for n in ours.arrays() if int(n.split(".")[1]) >= native}
+    assert distance(found, wanted) < tolerance
+    assert all(np.abs(each).max() > 0 for each in found.values())
 
 
 def training(

@@ -14,58 +14,25 @@ pytest.importorskip("torch")
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.models.delta_rule import in_chunks
-from kvlingo_mlx.models.hidden import hidden_states, logits_of
 from kvlingo_mlx.models.reclassed import calling
-from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import trainer
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx import gradients
-from kvlingo_mlx.training.on_mlx.gradients import TranslatedLayer
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
-from kvlingo_mlx.training.runtime import Pair, pair_of
-from tests.support import hybrid_models, plain_models, tiny
+from kvlingo_mlx.training.runtime import pair_of
+from tests.support import hybrid_models, plain_models, tiny, trainings
 from tests.support.fixtures import Models, Patch
-from tests.support.trainings import Random, distance, random_arrays, training
+from tests.support.trainings import Random, check_gradients, distance, random_arrays, training
 
 KL = objective_named("kl")
 READ = 44  # tokens that are translated, beyond the windows of the tiny models
 
 
-def traced(pair: Pair, made: MLXTranslator, reading: Any) -> float:
-    """The loss and its gradients by MLX's own transformation of the whole pass."""
-    target, sample = pair.target, reading.sample
-    starts = target.geometry.first_kept(len(sample.prefix) - 1)
-
-    def loss(leaves: Any) -> mx.array:
-        cache = gradients._cache(target, leaves, sample)
-        states = hidden_states(target, (sample.prefix[-1], *sample.continuation[:-1]), cache)
-        ours, native = (logits_of(target, each) for each in (states, reading.teacher))
-        ours, native = (x - mx.logsumexp(x, -1, keepdims=True) for x in (ours, native))
-        return (mx.exp(native) * (native - ours)).sum() / len(sample.continuation)
-
-    layers = [TranslatedLayer(target, made, reading, t, start) for t, start in enumerate(starts)]
-    value, found = mx.value_and_grad(loss)([layer.entry() for layer in layers])
-    for layer, gradient in zip(layers, found, strict=True):
-        made.learn(layer.pulled(gradient, 1.0))
-    return value.item()
-
-
-def check(pair: Pair, sample: Sample, tolerance: float = 1e-5) -> None:
-    config = make_config(pair.source, pair.target, TrainingPlan())
-    ours, theirs = (pair.trainable(config, random_arrays(config, 3)) for _ in range(2))
-    reading = pair.read(sample, config)
-    expected = traced(pair, theirs, reading)
-    assert pair.loss(ours, reading, KL, 1.0).kl == pytest.approx(expected, rel=1e-5)
-    found, wanted = ({n: np.array(g) for n, g in m.gradients.items()} for m in (ours, theirs))
-    assert distance(found, wanted) < tolerance
-    assert all(np.abs(each).max() > 0 for each in found.values())
-
-
 @pytest.mark.parametrize("name", sorted({*plain_models.CONFIGS, *tiny.FAMILIES}))
 def test_families(families: Models, name: str) -> None:
     """With windows, latents, experts, and layers that read other layers' caches (Gemma 4)."""
-    check(pair_of(families[name], families[name]), Random(READ + 1, 15).sample(1))
+    check_gradients(pair_of(families[name], families[name]), Random(READ + 1, 15).sample(1))
 
 
 @pytest.mark.parametrize("name", hybrid_models.CONFIGS)
@@ -73,7 +40,7 @@ def test_hybrids(families: Models, name: str, monkeypatch: Patch) -> None:
     """Through recurrences in segments, against one trace; and against mlx-lm's own loops."""
     pair, sample = pair_of(families[name], families[name]), Random(READ + 1, 15).sample(1)
     with in_chunks():
-        check(pair, sample)
+        check_gradients(pair, sample)
     config = make_config(pair.source, pair.target, TrainingPlan())
     reading, found = pair.read(sample, config), list[dict[str, np.ndarray]]()
     for segment in (512, 16):
@@ -82,15 +49,7 @@ def test_hybrids(families: Models, name: str, monkeypatch: Patch) -> None:
         pair.loss(made, reading, KL, 1.0)
         found.append({name: np.array(each) for name, each in made.gradients.items()})
     assert distance(*found) < 1e-4
-    check(pair, sample, 1e-4)
-    # And the loss moves along the gradient as that says, by the loss alone.
-    size = np.sqrt(sum(float(np.square(each).sum()) for each in found[1].values()))
-    step, losses = 1e-4 / size, []
-    for sign in (1, -1):
-        arrays = random_arrays(config, 3)
-        moved = {name: a + sign * step * found[1][name] for name, a in arrays.items()}
-        losses.append(pair.loss(pair.trainable(config, moved), reading, KL).kl)
-    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(size**2, rel=0.03)
+    check_gradients(pair, sample, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "lfm2"])
@@ -126,7 +85,7 @@ def test_it_needs_less_memory(models: Models) -> None:
         mx.eval(list(made.gradients.values()))
         return mx.get_peak_memory() - before
 
-    whole = peak(lambda made: traced(pair, made, reading))
+    whole = peak(lambda made: trainings.traced(pair, made, reading))
     assert peak(lambda made: pair.loss(made, reading, KL, 1.0)) < 0.7 * whole
 
 

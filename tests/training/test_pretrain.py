@@ -18,8 +18,7 @@ from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.embedded.dialogues import for_fitting
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading.models import load
-from tests.support import ROOT
-from tests.support.repository_tools import tool
+from tests.support import ROOT, tool
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvlingo_mlx.embedded import dialogues, zoo
+from tests.support import tool
 from tests.support.fixtures import Printed
-from tests.support.repository_tools import tool
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -1,6 +1,5 @@
 """What training takes in memory: the sum by hand, the measured peak, the refusal, by the verbs."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.making import Callbacks, pace
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
@@ -144,13 +142,6 @@ def peak(
     return max(read, mx.get_peak_memory() - before - translators / 2)
 
 
-@pytest.fixture
-def chats(tmp_path: Path) -> str:
-    path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in lookback(200)))
-    return str(path)
-
-
 def needed(models: Models, prefix: int, rates: int = 1, nu: int = 1, **recipe: bool) -> float:
     """Gigabytes, with half a percent to spare."""
     ends, plan = (models["dense"], models["wide"]), TrainingPlan(nu=nu, recipe=Recipe(**recipe))
@@ -161,14 +152,14 @@ def needed(models: Models, prefix: int, rates: int = 1, nu: int = 1, **recipe: b
 def test_train_refuses_what_cannot_fit(
     folders: Folders,
     models: Models,
-    chats: str,
+    generated: str,
     tmp_path: Path,
     monkeypatch: Patch,
     capsys: Printed,
 ) -> None:
     """By the verb, in one line with a prefix that fits; with that one it trains."""
     line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"])]
-    line += ["--data", chats, "--out", str(tmp_path / "t"), "--steps", "1", "--batch-size", "1"]
+    line += ["--data", generated, "--out", str(tmp_path / "t"), "--steps", "1", "--batch-size", "1"]
     line += "-c fit_samples=8 -c held_out=2 --device mlx --max-continuation 16".split()
     monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 0)  # as in a process of its own
     monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", f"{needed(models, 200):.6f}")
@@ -183,7 +174,7 @@ def test_train_refuses_what_cannot_fit(
 
 
 def test_pair_leaves_out_lengths_that_do_not_fit(
-    models: Models, chats: str, tmp_path: Path, monkeypatch: Patch
+    models: Models, generated: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     ends, said = (models["dense"], models["wide"]), list[str]()
     monkeypatch.chdir(tmp_path)
@@ -193,9 +184,9 @@ def test_pair_leaves_out_lengths_that_do_not_fit(
     monkeypatch.setattr(pace, "FITTING", 1e9)
     monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 0)
     monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", f"{needed(models, 300, 1, nu=3, whitened=True):.6f}")
-    kv.pair(*ends, chats, minutes=0.3, out="t", callbacks=Callbacks(say=said.append))
+    kv.pair(*ends, generated, minutes=0.3, out="t", callbacks=Callbacks(say=said.append))
     (longest,) = re.findall(r"prefixes of up to (\d+) tokens, which", " ".join(said))
     assert int(longest) == 256
     monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", "0.0001")
     with pytest.raises(kv.KVLingoError, match="of memory are needed"):
-        kv.pair(*ends, chats, minutes=0.3, out="u")
+        kv.pair(*ends, generated, minutes=0.3, out="u")

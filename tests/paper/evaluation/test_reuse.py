@@ -91,6 +91,7 @@ def test_the_verb_counts_what_reuse_computes(
     tmp_path: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(droidspeak, "PROFILED", 2)
     options = [*PAIR, "--limit", "2", "--baselines", "droidspeak,droidspeak:0", "--json", "r.json"]
     assert run(options) == 0
     said = capsys.readouterr().out

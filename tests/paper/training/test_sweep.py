@@ -1,6 +1,5 @@
 """The sweep of learning rates, on planted landscapes: where the best rate lies is known."""
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from benchmarks.paper.training import jobs
 from benchmarks.paper.training.sweep import SweepTrainer, neighbour, window
-from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.tokenization.samples import Sample
@@ -303,13 +301,13 @@ def test_an_mlps_stage_1_is_swept_too(
     assert ("0.03, 0.1" in groups(run.said) or "0.1" in groups(run.said)) == (not rates)
 
 
-def test_a_job_sweeps_around_its_rate(folders: Folders, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_job_sweeps_around_its_rate(
+    folders: Folders, generated: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
     """The rates of the window end with what a run of them without a sweep ends with, to the bit."""
     monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)  # which takes longer than the rest
-    path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in lookback(200)))
     ends = str(folders["dense"]), str(folders["wide"])
-    options = Options(*ends, (str(path),), device="mlx", max_continuation=8)
+    options = Options(*ends, (generated,), device="mlx", max_continuation=8)
     plan = {"fit_samples": 8, "held_out": 2, "nu": None, "norm": None}
     recipe = {"steps": 4, "batch": 1, "validate_every": 2}
     said = list[str]()

@@ -6,12 +6,12 @@ call but is none is text: its mark is told, and what stands behind it is divided
 """
 
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from kvlingo_mlx.engine.calls import CallForm, ToolCall, bare_form, calls_in, form_of
+from kvlingo_mlx.tokenization.probes import one_of
 
 # States, with mlx-lm's names for them.
 CONTENT, REASONING, CALL = "normal", "reasoning", "tool"
@@ -59,12 +59,6 @@ def _edges(tokenizer: Any, form: CallForm) -> dict[str, dict[str, str | None]]:
     for state, marks in formats.items():
         edges.setdefault(state, {}).update(marks)
     return edges
-
-
-def _one_of(marks: Sequence[str]) -> re.Pattern[str]:
-    """The longest of some marks, wherever one begins; without marks, nothing."""
-    ordered = sorted(filter(None, marks), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
 def _begun(text: str, marks: Sequence[str]) -> int:
@@ -129,7 +123,7 @@ class Division:
         if begun and self._bare is not None and not self._bare.hopeless(begun):
             return self._begin_call("")
         marks = self._marks()
-        if (found := _one_of([*marks]).search(self._held)) is None:
+        if (found := one_of(marks).search(self._held)) is None:
             stop = len(self._held) - (0 if ended else _begun(self._held, [*marks]))
             return self._text(stop) if stop else None
         if found.start():
@@ -156,7 +150,7 @@ class Division:
         """The call that is being written, once its end is there; its mark as text if it is none."""
         end, marks = self._form.end, [*self._marks()]
         while True:
-            found = _one_of([end, *marks]).search(self._held, self._from)
+            found = one_of([end, *marks]).search(self._held, self._from)
             if found is None:
                 break
             if not self._form.outside(self._held[: found.start()])[1]:

@@ -49,10 +49,8 @@ class ActiveRequest:
     steps: Steps = field(init=False)  # the work
     row: Row | None = None  # the answer's place in a batch; None before it joins and after
     usage: Usage = field(default_factory=Usage)  # what is known so far
-    content: str = ""  # the answer's text for the user so far
-    reasoning: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)  # as they are to be read
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: int = 0  # those of the answer so far
     told: bool = False  # the client of the first token
     ended: bool = False  # the answer, for the client
     complete: bool = False  # the model has ended it too; else the rest of it is not wanted
@@ -63,13 +61,6 @@ class ActiveRequest:
     lacking: float | None = None  # when it first lacked room for its model or its lines
     total: int = 0  # tokens of the prompt, once somebody has waited for them
     _quiet: float = field(default_factory=time.perf_counter)
-
-    @property
-    def said(self) -> dict[str, Any]:
-        """The answer so far, as clients send it back."""
-        thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
-        content = self.ask.begun + self.content
-        return {"role": "assistant", "content": content, "tool_calls": self.calls, **thought}
 
     def waits(self, done: int, length: Callable[[], int] | None = None) -> None:
         """Tell, now and then, how far the prompt has been read; ``length`` counts its tokens."""
@@ -94,10 +85,8 @@ class ActiveRequest:
             completion_tokens=response.generation_tokens,
             reasoning_tokens=self.usage.reasoning_tokens + reasoning,
         )
-        self.content += response.content
-        self.reasoning += response.reasoning
         calls = response.tool_calls if self.ask.parallel_tool_calls else response.tool_calls[:1]
-        self.calls += calls
+        self.calls += len(calls)
         logprobs = self._logprobs(response, tokenizer)
         content, self.before = self.before + response.content, ""
         parts = content, response.reasoning, calls
@@ -124,17 +113,17 @@ class ActiveRequest:
         return (TokenLogprob(texts[0], token, values[0], top),)
 
 
-def _spelt(tokenizer: Any, token: int) -> str:
-    """A token's text; bytes that are no whole character as ``surrogateescape`` writes them."""
+def _spelt(tokenizer: Any, token: int) -> bytes:
+    """A token's text in UTF-8, perhaps a part of a character."""
     piece, text = str(tokenizer.convert_ids_to_tokens(token)), str(tokenizer.decode([token]))
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):
-        return bytes([int(piece[3:5], 16)]).decode(errors="surrogateescape")
+        return bytes([int(piece[3:5], 16)])
     if set(piece) <= ALPHABET.keys():
         found = bytes(map(ALPHABET.__getitem__, piece))
         if found.decode(errors="replace") == text:
-            return found.decode(errors="surrogateescape")
+            return found
     spaced = piece.replace("\u2581", " ")  # which is not decoded at a text's beginning
-    return spaced if spaced.strip() == text.strip() else text
+    return (spaced if spaced.strip() == text.strip() else text).encode()
 
 
 def tools_of(ask: GenerationRequest, model: LanguageModel) -> list[dict[str, Any]]:

@@ -123,13 +123,13 @@ class FirstToken:
 class TokenLogprob:
     """A token's log probability, and those of the likeliest tokens: (text, id, log probability).
 
-    A text has bytes that are no whole character as ``surrogateescape`` writes them.
+    Texts are bytes in UTF-8, which may be no whole characters.
     """
 
-    text: str
+    text: bytes
     token: int
     logprob: float
-    top: tuple[tuple[str, int, float], ...] = ()
+    top: tuple[tuple[bytes, int, float], ...] = ()
 
 
 @dataclass(frozen=True)

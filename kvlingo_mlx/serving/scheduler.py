@@ -342,9 +342,7 @@ class Scheduler:
                     session.pinned |= job.ask.pin
                     line = exchange.lines[job.name]
                 at_once = self._tell(job, response, exchange, len(line))
-                if job.ended:
-                    session.ending = True
-                    session.keys = [*keys, self._keys.message(job.said)] if chat else keys
+                session.ending = job.ended
                 yield at_once
                 if job.ended and not job.complete:
                     steps.close()  # the answer as it is joins the conversation
@@ -353,6 +351,8 @@ class Scheduler:
             exchange.lines[job.name] = line
             raise
         session.messages = conversation.messages
+        if chat:
+            session.keys = [*keys, self._keys.message(session.messages[-1])]
 
     def _request(self, job: ActiveRequest) -> Request:
         ask, model = job.ask, self.pool[job.name].model

@@ -241,9 +241,15 @@ def arguments_of(found: Any) -> str:
     return text if text.strip() else "{}"
 
 
+def json_object(found: Any) -> dict[str, Any] | None:
+    """An object, perhaps as its JSON text, or empty in the spelling of PHP; None if it is none."""
+    found = _parsed(found) if isinstance(found, str) else found
+    return {} if found == [] else found if isinstance(found, dict) else None
+
+
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(repaired(text), parse_constant=str)
     except (ValueError, RecursionError):
         return None
 

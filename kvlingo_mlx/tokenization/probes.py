@@ -7,7 +7,7 @@ history renders all of its words, in their order.
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -88,6 +88,12 @@ def marked(tokenizer: Any, reasoning: str, content: str) -> str:
     """A content with a thought in it."""
     start, end = think_marks(tokenizer)
     return f"{start}\n{reasoning}\n{end}\n\n{content}"
+
+
+def one_of(marks: Iterable[str]) -> re.Pattern[str]:
+    """The longest of some marks, wherever one begins; without marks, nothing."""
+    ordered = sorted(filter(None, marks), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
 KINDS: Mapping[str, Callable[[str, Any], Message]] = {

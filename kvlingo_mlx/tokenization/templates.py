@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvlingo_mlx.tokenization.chat_messages import json_object
 from kvlingo_mlx.tokenization.probes import (
     GO_ON,
     PROBES,
@@ -22,6 +23,7 @@ from kvlingo_mlx.tokenization.probes import (
     TemplateNeeds,
     announces_tools,
     marked,
+    one_of,
     think_marks,
 )
 from kvlingo_mlx.tokenization.renderings import with_joined_parts
@@ -199,9 +201,7 @@ def _with_marks(needs: TemplateNeeds, message: Message) -> Message:
 
 def _spaced(text: str, marks: Iterable[str]) -> str:
     """A text with a space in each mark in it."""
-    ordered = sorted(filter(None, marks), key=len, reverse=True)
-    found = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-    return found.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
+    return one_of(marks).sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
 
 
 # ---- calls and their results --------------------------------------------------------------------
@@ -299,13 +299,9 @@ def _digest(text: str) -> str:
 
 def with_object(call: Any) -> Any:
     """A tool call whose arguments are an object, if they are the JSON text of one."""
-    try:
-        arguments = json.loads(call["function"]["arguments"])
-    except (ValueError, RecursionError, TypeError, LookupError):
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    function: Any = call.get("function") if isinstance(call, Mapping) else None
+    arguments = json_object(function.get("arguments")) if isinstance(function, Mapping) else None
+    return call if arguments is None else {**call, "function": {**function, "arguments": arguments}}
 
 
 # ---- as text ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.tokenization.chat_messages import checked_record
+from kvlingo_mlx.tokenization.probes import TemplateNeeds
 from kvlingo_mlx.tokenization.samples import (
     Sample,
     asked_next,
@@ -87,17 +88,8 @@ def keeps_system(tokenizer: Any) -> bool:
     Gemma's template refuses a system message. Mistral's moves it to the last user turn, so that a
     conversation with its reply does not begin like the conversation without it.
     """
-    rule, asked = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}
-    talk = [rule, asked, {"role": "assistant", "content": "Hi."}]
-    tokenise({"messages": talk[1:]}, tokenizer)  # raises for a tokenizer without a template
-    try:
-        before, after = (
-            tokenizer.apply_chat_template(talk[:count], tokenize=False, add_generation_prompt=p)
-            for count, p in ((2, True), (3, False))
-        )
-    except Exception:  # jinja's own error, or any error of a template written in Python
-        return False
-    return rule["content"] in before and after.startswith(before.split("<think>")[0])
+    needs = TemplateNeeds(tokenizer)
+    return needs.takes("system") and needs.takes("system, no user last")
 
 
 def fold_system(messages: Sequence[Message]) -> list[Message]:

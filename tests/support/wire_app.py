@@ -47,8 +47,8 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 LOGPROBS = (
-    TokenLogprob("Hej", 5, -0.5, (("Hej", 5, -0.5), ("Hallå", 6, float("-inf")))),
-    TokenLogprob(" då", 9, -1.0, ()),
+    TokenLogprob(b"Hej", 5, -0.5, ((b"Hej", 5, -0.5), ("Hallå".encode(), 6, float("-inf")))),
+    TokenLogprob(" då".encode(), 9, -1.0, ()),
 )
 
 

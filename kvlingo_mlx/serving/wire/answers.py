@@ -44,18 +44,12 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-def bytes_of(token: str) -> bytes:
-    """The bytes of a :class:`TokenLogprob`'s text."""
-    return token.encode(errors="surrogateescape")
-
-
 def logprobs_of(tokens: list[TokenLogprob]) -> list[dict[str, Any]]:
     """Tokens' log probabilities as OpenAI has them, with the ids that mlx-lm's server adds."""
 
-    def entry(text: str, token: int, logprob: float) -> dict[str, Any]:
-        spelt = bytes_of(text)
-        shown = spelt.decode(errors="replace")
-        return {"token": shown, "id": token, "logprob": finite(logprob), "bytes": [*spelt]}
+    def entry(text: bytes, token: int, logprob: float) -> dict[str, Any]:
+        shown = text.decode(errors="replace")
+        return {"token": shown, "id": token, "logprob": finite(logprob), "bytes": [*text]}
 
     return [
         {**entry(t.text, t.token, t.logprob), "top_logprobs": [entry(*top) for top in t.top]}

@@ -18,8 +18,7 @@ from kvlingo_mlx.serving.wire import anthropic_error, oddities
 from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame
 from kvlingo_mlx.serving.wire.forms import check_text, conversation
 from kvlingo_mlx.serving.wire.requests import Api, Body, Conversing, Effort, Positive, Stop
-from kvlingo_mlx.serving.wire.tools import object_in
-from kvlingo_mlx.tokenization.chat_messages import content_text
+from kvlingo_mlx.tokenization.chat_messages import content_text, json_object
 
 # Thinking is not signed, and comes back unchecked; some clients drop what has no signature.
 SIGNATURE = "kvlingo-mlx"
@@ -161,7 +160,7 @@ class MessagesAnswer(Gathered):
 
     def _call(self, identity: str, name: str, arguments: str) -> list[str]:
         frames = self._start({"type": "tool_use", "id": identity, "name": name, "input": {}})
-        self.blocks[-1]["input"] = object_in(arguments)
+        self.blocks[-1]["input"] = json_object(arguments) or {}
         return [*frames, self._delta("input_json_delta", "partial_json", arguments)]
 
     def _start(self, block: dict[str, Any]) -> list[str]:

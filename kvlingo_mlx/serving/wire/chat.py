@@ -16,14 +16,7 @@ from kvlingo_mlx.serving.messages import (
     TokenLogprob,
 )
 from kvlingo_mlx.serving.wire import BadRequest, oddities, openai_error
-from kvlingo_mlx.serving.wire.answers import (
-    Gathered,
-    bytes_of,
-    extension,
-    finite,
-    frame,
-    logprobs_of,
-)
+from kvlingo_mlx.serving.wire.answers import Gathered, extension, finite, frame, logprobs_of
 from kvlingo_mlx.serving.wire.forms import conversation
 from kvlingo_mlx.serving.wire.requests import (
     Api,
@@ -275,7 +268,7 @@ def _in_lists(tokens: list[TokenLogprob], offset: int) -> dict[str, Any]:
     offsets, decoder = [], codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         offsets.append(offset)
-        offset += len(decoder.decode(bytes_of(token.text)))
+        offset += len(decoder.decode(token.text))
     return {
         "tokens": [_shown(token.text) for token in tokens],
         "token_logprobs": [finite(token.logprob) for token in tokens],
@@ -284,11 +277,12 @@ def _in_lists(tokens: list[TokenLogprob], offset: int) -> dict[str, Any]:
     }
 
 
-def _shown(token: str) -> str:
+def _shown(token: bytes) -> str:
     """A token's text, or its bytes as OpenAI's completions write them if it is no whole text."""
-    if not any("\ud800" <= letter <= "\udfff" for letter in token):
-        return token
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in bytes_of(token))
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 API = Api(("/v1/chat/completions", "/chat/completions"), ChatRequest, ChatAnswer, openai_error)

@@ -5,7 +5,6 @@ Every form is taken in every API. What was said before is never refused
 strictly: the last message, if a user or the system wrote it, and formats.
 """
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,14 @@ from kvlingo_mlx.serving.messages import Message
 from kvlingo_mlx.serving.wire import BadRequest, shown
 from kvlingo_mlx.serving.wire.oddities import UNSUPPORTED
 from kvlingo_mlx.tokenization import chat_messages
-from kvlingo_mlx.tokenization.chat_messages import ROLES, is_call, is_result, kind_of, unreadable
+from kvlingo_mlx.tokenization.chat_messages import (
+    ROLES,
+    is_call,
+    is_result,
+    json_object,
+    kind_of,
+    unreadable,
+)
 
 
 def sendable(value: Any) -> bool:
@@ -82,14 +88,6 @@ def check_text(content: Any, path: str) -> None:
 
 
 # ---- formats ------------------------------------------------------------------------------------
-
-
-def json_object(found: Any) -> dict[str, Any] | None:
-    """An object, perhaps as its JSON text, or empty in the spelling of PHP; None if it is none."""
-    if isinstance(found, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(found)
-    return {} if found == [] else found if isinstance(found, dict) else None
 
 
 def schema_of(found: Any, path: str) -> dict[str, Any] | None:

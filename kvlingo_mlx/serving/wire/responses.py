@@ -102,13 +102,12 @@ class ResponsesAnswer(Gathered):
     def __init__(self, request: ResponsesRequest) -> None:
         super().__init__(request)
         self.items: list[dict[str, Any]] = []
-        self.open = self.created_sent = False
-        self.number = -1
+        self.open = False
+        self.number = -1  # of the last event
 
     def begin(self) -> list[str]:
-        if self.created_sent:
+        if self.number >= 0:  # it was sent to keep the stream alive
             return []
-        self.created_sent = True
         response = self._response("in_progress")
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=response) for kind in kinds]

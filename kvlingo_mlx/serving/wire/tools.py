@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from kvlingo_mlx.serving.messages import Tool
 from kvlingo_mlx.serving.wire import BadRequest, shown
-from kvlingo_mlx.serving.wire.forms import json_object, unread
+from kvlingo_mlx.serving.wire.forms import unread
 from kvlingo_mlx.serving.wire.oddities import TOOL
-from kvlingo_mlx.tokenization.chat_messages import joined, kind_of, repaired
+from kvlingo_mlx.tokenization.chat_messages import joined, json_object, kind_of
 
 WORDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 SCHEMAS = ("parameters", "input_schema", "inputSchema")  # names of a function's schema
@@ -55,22 +55,13 @@ class ToolKind(NamedTuple):
         """A call's arguments as the item has them; ``text`` is the JSON of an object."""
         if self.item == "function_call":
             return text
-        given = object_in(text)
+        given = json_object(text) or {}
         if self.field == "input":
             values = [given["input"]] if "input" in given else [*given.values()]
             return values[0] if len(values) == 1 and isinstance(values[0], str) else text
         lists = [n for n, kind in self.parameters["properties"].items() if kind is TYPES["texts"]]
         listed = {n: [given[n]] for n in lists if isinstance(given.get(n), str)}
         return {**self.fixed, **given, **listed}
-
-
-def object_in(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object that JSON can hold; empty where the model wrote none."""
-    try:
-        found = json.loads(repaired(arguments), parse_constant=str)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 TEXT = {"type": "string"}

@@ -41,7 +41,7 @@ class RecordIndex:
     reserved: np.ndarray  # of REPLY; chosen by the seed and the records' numbers
     malformed: Skipped  # records that cannot be read
     skipped: int  # these, those without a usable assistant turn (or text), and those refused
-    per_token: list[tuple[float, float]]  # characters and bytes per token of each source
+    per_token: list[float]  # bytes per token of each source
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class RecordIndex:
         self._tokenizers, self._template = tokenizers, template
         self.per_token, found = [], []
         for number in range(len(self.sources)):
-            self.per_token.append(self._ratios(number, seed))
+            self.per_token.append(self._bytes_per_token(number, seed))
             found.append(self._replies(number))
         self._separate(np.concatenate(found), seed)
 
@@ -95,7 +95,7 @@ class RecordIndex:
         Raises:
             ValueError: There is none.
         """
-        source, (_, per_token) = self.sources[number], self.per_token[number]
+        source, per_token = self.sources[number], self.per_token[number]
         exact, rows = source.sizes.sum() <= COUNTED, list[tuple[Any, ...]]()
         tokens = self._count if exact else lambda text: len(text.encode()) / per_token
         for record in counted(f"reading the records of {source.name}", range(len(source.sizes))):
@@ -129,9 +129,9 @@ class RecordIndex:
         """The tokens of a text, by the tokenizer that needs more of them."""
         return max(len(encode_plain(tokenizer, text)) for tokenizer in self._tokenizers)
 
-    def _ratios(self, number: int, seed: int) -> tuple[float, float]:
-        """A source's characters and bytes per token, from records all over it."""
-        characters, size, tokens, met = 1, 1, 1.0, 0
+    def _bytes_per_token(self, number: int, seed: int) -> float:
+        """A source's bytes per token, from records all over it."""
+        size, tokens, met = 1, 1.0, 0
         malformed, self.malformed = self.malformed, Skipped()
         count = len(self.sources[number].sizes)
         for record in np.random.default_rng((seed, number)).permutation(count).tolist():
@@ -140,14 +140,13 @@ class RecordIndex:
             parts = (m.get("reasoning_content", "") + m["content"]
                      for m in found.get("messages", ()))  # fmt: skip
             text = (found.get("text") or "\n".join(parts))[:MEASURED_CHARACTERS]
-            characters, size = characters + len(text), size + len(text.encode())
-            tokens, met = tokens + self._count(text), met + 1
+            size, tokens, met = size + len(text.encode()), tokens + self._count(text), met + 1
             if met == MEASURED:
                 break
         if self._filter:
             self._filter.left_out.clear()  # counted when all records are read
         self.malformed = malformed
-        return characters / tokens, size / tokens
+        return size / tokens
 
     def _separate(self, every: np.ndarray, seed: int) -> None:
         """Hold records out of training, and all that open with the question of one of them.

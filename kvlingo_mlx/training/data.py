@@ -110,6 +110,8 @@ class Stream:
         contents: Size and hash of each source by its name, to detect changed data.
     """
 
+    _taken: Set[Place] = frozenset()  # records that may be in no further sample
+
     def __init__(
         self,
         sources: Sequence[Spec],
@@ -291,9 +293,8 @@ class Stream:
         """
         own, planned = self.mixture.own, 4 * max(count, self.reserved)
         order = self._order_of(self.mixture, self._index.reserved, planned)
-        reserved = self._but(_order=order)
-        found: dict[Sample, None] = {}
-        taken: set[Place] = set()
+        found, taken = dict[Sample, None](), set[Place]()
+        reserved = self._but(_order=order, _taken=taken)
         # Natural samples come first, since a pack uses up many records; then in place of packs.
         unpacked = count - round(self.mixture.packed_share * count)
         plan: tuple[tuple[Kind, int], ...] = (own, unpacked), ("packed", count), (own, count)
@@ -301,7 +302,7 @@ class Stream:
             for index in order.ends.numbers(kind).tolist():
                 if len(found) == enough:
                     break
-                draw = reserved._drawn(index, index, taken)
+                draw = reserved._drawn(index, index)
                 if draw is not None:
                     found[draw.sample] = None
                     taken.update(draw.records)
@@ -320,51 +321,49 @@ class Stream:
             tries[1:1] = [(index, number) for number in others[:OTHER_FILLERS]]
         return next(filter(None, itertools.starmap(self._drawn, tries)), None)
 
-    def _drawn(self, number: int, start: int, taken: Set[Place] = frozenset()) -> Draw | None:
+    def _drawn(self, number: int, start: int) -> Draw | None:
         """The record of sample ``number``, if it fits and is not taken.
 
         A pack is filled by the records that pack ``start`` would be.
         """
         kind, row = self._order.ends.at(number)
-        place = self._order.place(row)
-        if place in taken:
+        if self._order.place(row) in self._taken:
             return None
         if kind == "text":
-            return self._window(place, np.random.default_rng((self.seed, number)))
-        if kind == "packed":
-            return self._packed(row, start, taken)
-        return self._natural(place, int(self._order.replies["reply"][row]))
+            return self._window(row, np.random.default_rng((self.seed, number)))
+        return self._packed(row, start) if kind == "packed" else self._natural(row)
 
     # ---- one sample -----------------------------------------------------------------------
 
-    def _messages(self, place: Place) -> list[Message]:
-        record = self._index.read(place)
+    def _read(self, row: int) -> Any:
+        """The messages of a row's record, or its text."""
+        record = self._index.read(self._order.place(row))
         assert record is not None, "a record of no use is not in the table"
-        return record["messages"]
+        return record["text" if self.mixture.windows else "messages"]
 
     def _cut(self, messages: Sequence[Message], later: Sequence[Message]) -> Sample:
         longest, ends = self.mixture.max_continuation, (self._tokenizer, self._source_tokenizer)
         later = later if self.mixture.later_turns else ()
         return to_sample(messages, ends[0], longest, ends[1], later)
 
-    def _natural(self, place: Place, reply: int) -> Draw | None:
+    def _natural(self, row: int) -> Draw | None:
         """One conversation up to one of its replies, if its length is within the limits."""
-        messages = self._messages(place)
-        turn = replies(messages)[reply]
+        order, messages = self._order, self._read(row)
+        turn = replies(messages)[order.replies["reply"][row]]
         own = until(messages, turn, fold=self._fold)
         sample = self._cut(own, messages[turn + 1 :])
         low, high = self.mixture.natural
         if not (low <= sample.num_read <= high and sample.continuation):
             return None
-        return Draw(sample, "natural", bool(messages[turn].get("reasoning_content")), (place,))
+        return Draw(sample, "natural", bool(order.replies["traced"][row]), (order.place(row),))
 
-    def _packed(self, row: int, start: int, taken: Set[Place]) -> Draw | None:
+    def _packed(self, row: int, start: int) -> Draw | None:
         """Several conversations in a row, with the last question of one of them at the end."""
         order, (low, high) = self._order, self.mixture.packed
         tokens = order.replies["tokens"]
         rng = np.random.default_rng((self.seed, row, start))
-        lifted, target = self._messages(order.place(row)), rng.uniform(low, high)
-        others = self._fillers(row, start, 1.5 * high, taken)
+        lifted, target = self._read(row), rng.uniform(low, high)
+        others = self._fillers(row, start, 1.5 * high)
         own = float(order.replies["before"][row])
         at, scale = rng.random(), 1.0
         tried: list[int] | None = None
@@ -373,7 +372,7 @@ class Stream:
             if chosen == tried:
                 break
             tried, place = chosen, round(at * len(chosen))
-            talks = [self._messages(order.place(other)) for other in chosen]
+            talks = [self._read(other) for other in chosen]
             # The later half of a conversation, rounded up, is moved to the end: the questions there
             # are about what is left of it.
             half = (len(replies(lifted)) + 1) // 2
@@ -386,14 +385,14 @@ class Stream:
             scale = (own + float(tokens[chosen].sum())) / max(sample.num_read, 1)
         return None
 
-    def _fillers(self, own: int, start: int, room: float, taken: Set[Place]) -> list[int]:
+    def _fillers(self, own: int, start: int, room: float) -> list[int]:
         """Rows of more conversations than a pack needs; none opens like the pack's own."""
         order, found = self._order, dict[int, None]()
         replies = order.replies
         first = round(start * order.per_sample)  # about where the packs before end
         for step in range(2 * len(replies) if order.fillers.parts else 0):
             row = order.fillers.at(first + step)[1]
-            if row in found or order.place(row) in taken:
+            if row in found or order.place(row) in self._taken:
                 continue
             if replies["opening"][row] != replies["opening"][own]:
                 found[row] = None
@@ -402,19 +401,20 @@ class Stream:
                 break
         return list(found)
 
-    def _window(self, place: Place, rng: np.random.Generator) -> Draw | None:
+    def _window(self, row: int, rng: np.random.Generator) -> Draw | None:
         """A window at a random place in one text."""
         first = front(self._tokenizer)  # the tokens that begin every prompt of plain text
         wanted = int(self.mixture.reach[0]) - len(first)
-        most, record = int(2 * wanted * self._index.per_token[place[0]]), self._index.read(place)
-        text = excerpt(record["text"], most, rng) if record else ""
+        text = self._read(row)
+        per_token = len(text) / self._order.replies["before"][row]
+        text = excerpt(text, int(2 * wanted * per_token), rng)
         tokens = encode_plain(self._tokenizer, text)
         if len(tokens) < wanted:
             return None
         start = int(rng.integers(len(tokens) - wanted + 1))
         cut = start + self.mixture.max_prefix - len(first)
         sample = Sample(first + tokens[start:cut], tokens[cut : start + wanted])
-        return Draw(sample, "text", False, (place,))
+        return Draw(sample, "text", False, (self._order.place(row),))
 
 
 def _filled(

@@ -150,7 +150,7 @@ class Pair(Rows, Protocol):
         """One layer's share; refuses a target whose attention is given entries of other shapes."""
         assert reading.whole is not None
         (states, native), aligned, do = reading.whole, reading.sample.aligned, translator.operations
-        ours = translator.layer(layer, states, tensors, self.target.cache_dtype)
+        ours: Sequence[Any] = translator.layer(layer, states, tensors, self.target.cache_dtype)
         its = [side[layer].reshape(side[layer].shape[-2:]) for side in (native.keys, native.values)]
         placed = partial(self.entry, layer, capture=translator.config.capture)
         at: Any = None

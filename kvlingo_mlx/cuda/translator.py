@@ -13,14 +13,14 @@ import torch
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.training.coordinates import apart
-from kvlingo_mlx.training.forward import Maps, Operations
+from kvlingo_mlx.training.forward import Operations, Trainable
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class TorchTranslator(Maps):
-    """A translator whose tensors PyTorch trains; see :class:`.Trainable`."""
+class TorchTranslator(Trainable):
+    """A translator whose tensors PyTorch trains."""
 
     operations: ClassVar[Operations] = Operations(
         joined=lambda arrays: torch.cat(list(arrays), dim=-1),

@@ -1,21 +1,20 @@
 """The kinds of translators: one table row per kind, for storing, checking, running and training.
 
-Both runtimes use this table. A new kind needs a row here and a formula in ``translators/kinds``.
-NumPy is imported only inside functions, since the command line's ``--help`` reads this table too.
+NumPy, PyTorch and MLX use this table: a new kind needs a row here, and nothing else. The command
+line's ``--help`` reads it too, so nothing heavy is imported.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import numpy as np
+from typing import Any
 
 SIDES = ("keys", "values")
-Formula = Callable[[Mapping[str, Any], Any, Callable[[Any], Any]], Any]
+Activation = Callable[[Any], Any]
+# What a map computes of rows, without gates and biases: from products with its matrices by name,
+# its vectors by name, what products are multiplied with, and GELU of a product and a bias.
+Formula = Callable[[Any, Any, Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -61,20 +60,19 @@ TENSORS = {
 MATRICES = tuple(name for name, tensor in TENSORS.items() if tensor.is_matrix)
 
 
-def linear(tensors: Mapping[str, Any], x: Any, gelu: Callable[[Any], Any]) -> Any:
-    """W x for rows x: (T, in) or (heads, T, in)."""
-    return x @ tensors["weight"].mT
+def linear(product: Any, vector: Any, x: Any, gelu: Any) -> Any:
+    """W x (paper: equation (3.1))."""
+    return product("weight", x)
 
 
-def two_layers(tensors: Mapping[str, Any], x: Any, gelu: Callable[[Any], Any]) -> Any:
-    """W2 gelu(W1 x + b1) + b2, the map with one hidden layer."""
-    hidden = gelu(x @ tensors["w1"].mT + tensors["b1"][..., None, :])
-    return hidden @ tensors["w2"].mT + tensors["b2"][..., None, :]
+def two_layers(product: Any, vector: Any, x: Any, gelu: Any) -> Any:
+    """W2 gelu(W1 x + b1) + b2, the map with one hidden layer (paper: "Training protocol")."""
+    return product("w2", gelu(product("w1", x), vector("b1"))) + vector("b2")
 
 
-def summed(tensors: Mapping[str, Any], x: Any, gelu: Callable[[Any], Any]) -> Any:
-    """The sum of the linear map and the map with one hidden layer."""
-    return linear(tensors, x, gelu) + two_layers(tensors, x, gelu)
+def summed(product: Any, vector: Any, x: Any, gelu: Any) -> Any:
+    """The sum of both (paper: appendix "Dense-to-MoE cache translation")."""
+    return linear(product, vector, x, gelu) + two_layers(product, vector, x, gelu)
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class KindSpec:
     kind: str  # the name in ``translator_config.json``
     tensors: tuple[str, ...]  # last parts of the names of the tensors that every map has
     optional: tuple[str, ...]  # all maps have them or none; they apply to the formula's result
-    formula: Formula  # what a map computes without gates and biases, on NumPy or PyTorch arrays
+    formula: Formula
     nonzero: str  # the tensor that is all zero before any training
     solved: bool  # whether stage 1 solves the map, or its linear part, in closed form
     joint: bool = False  # whether one map reads and writes keys and values together
@@ -115,23 +113,26 @@ class KindSpec:
         """The name of a map's output on its probe; for linear maps it leaves the bias out."""
         return "weight.probe_out" if self.folds else "probe_out"
 
-    def apply(self, tensors: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
-        """Apply a map to one vector in float64, as its probe does: (outputs,), (heads, outputs)."""
-        import numpy as np
+    def apply(
+        self, tensors: Mapping[str, Any], x: Any, gelu: Activation, sigmoid: Activation
+    ) -> Any:
+        """A map of rows x, (T, in) or (heads, T, in): (T, width), by their library's operators.
 
-        y = self.formula(tensors, x[None], _gelu)[..., 0, :]
+        ``tensors`` are by the last parts of their names.
+        """
+
+        def product(name: str, rows: Any) -> Any:
+            return rows @ tensors[name].mT
+
+        def vector(name: str) -> Any:
+            return tensors[name][..., None, :]
+
+        y = self.formula(product, vector, x, lambda rows, bias: gelu(rows + bias))
+        y = y if y.ndim == 2 else y.swapaxes(0, 1).reshape(y.shape[1], -1)
         if "gate" in tensors:
-            gate = 1.0 / (1.0 + np.exp(-tensors["gate"]))
-            y = (y.reshape(len(gate), -1) * gate[:, None]).reshape(y.shape)
-        if "bias" in tensors and not self.folds:
-            y = y + tensors["bias"].reshape(y.shape)
-        return y
-
-
-def _gelu(x: np.ndarray) -> np.ndarray:
-    import numpy as np
-
-    return 0.5 * x * (1.0 + np.vectorize(math.erf)(x / math.sqrt(2.0)))
+            gate = sigmoid(tensors["gate"])[:, None]
+            y = (y.reshape(len(y), len(gate), -1) * gate).reshape(len(y), -1)
+        return y + tensors["bias"] if "bias" in tensors else y
 
 
 MLP = ("w1", "b1", "w2", "b2")

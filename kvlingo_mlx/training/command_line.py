@@ -11,10 +11,10 @@ from kvlingo_mlx import training
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.group import launched
 from kvlingo_mlx.reporting import pictures
-from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX, other_tokenizer
+from kvlingo_mlx.tokenization.samples import other_tokenizer
 from kvlingo_mlx.training.checkpoints import log_of, read_log
 from kvlingo_mlx.training.data import Stream
-from kvlingo_mlx.training.mixture import Mixture, PlainText
+from kvlingo_mlx.training.mixture import Mixture, plain_text
 from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.trainer import Progress, Trainer
 
@@ -90,11 +90,10 @@ class Options:
         ``planned`` is the number of samples that the run draws. ``source_tokenizer`` is the
         source's tokenizer where it differs from ``tokenizer``.
         """
+        talks = Mixture(packed_share=self.packed_share, later_turns=self.later_turns)
+        whole = plain_text() if self.plain_text else talks
         longest, answer = self.max_prefix, self.max_continuation
-        mixture: Mixture | PlainText = PlainText(longest or 256, answer or 256)
-        if not self.plain_text:
-            whole = Mixture(packed_share=self.packed_share, later_turns=self.later_turns)
-            mixture = whole.limited(longest or MAX_PREFIX, answer or MAX_CONTINUATION)
+        mixture = whole.limited(longest or whole.max_prefix, answer or whole.max_continuation)
         mixture = mixture.scaled(context_length)
         return Stream(
             self.data, tokenizer, mixture, self.seed, source_tokenizer, planned, self.accepts

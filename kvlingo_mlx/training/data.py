@@ -9,6 +9,7 @@ the run will draw.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +30,7 @@ from kvlingo_mlx.training.conversations import (
     until,
 )
 from kvlingo_mlx.training.index import Place, RecordIndex
-from kvlingo_mlx.training.mixture import Kind, Mixture, PlainText, reach
+from kvlingo_mlx.training.mixture import Kind, Mixture
 from kvlingo_mlx.training.schedule import Schedule, parts_of
 
 LIFTED = 6  # most exchanges at the end of a pack whose continuation goes on
@@ -101,8 +102,7 @@ class Stream:
     """Numbered samples: natural and packed conversations, or windows of plain text.
 
     Attributes:
-        mixture: Lengths and shares, adjusted to what the data allow; a :class:`PlainText` draws
-            windows of texts instead.
+        mixture: Lengths and shares, adjusted to what the data allow.
         seed: Chooses the samples and the held-out records.
         survey: Statistics of the data that a run will see.
         skipped: The number of records without a usable assistant turn (or text).
@@ -110,11 +110,13 @@ class Stream:
         contents: Size and hash of each source by its name, to detect changed data.
     """
 
+    _taken: Set[Place] = frozenset()  # records that may be in no further sample
+
     def __init__(
         self,
         sources: Sequence[Spec],
         tokenizer: Any,
-        mixture: Mixture | PlainText | None = None,
+        mixture: Mixture | None = None,
         seed: int = 0,
         source_tokenizer: Any = None,
         planned: int = 40_000,
@@ -132,26 +134,31 @@ class Stream:
             MissingExtraError: A source is a Hugging Face dataset, and ``datasets`` is not
                 installed.
         """
-        self.seed, self._planned = seed, planned
+        self.seed, self._planned, mixture = seed, planned, mixture or Mixture()
         self._tokenizer, self._source_tokenizer = tokenizer, source_tokenizer
-        texts = isinstance(mixture, PlainText)
-        if texts and source_tokenizer is not None:
+        if mixture.windows and source_tokenizer is not None:
             raise ValueError(
                 "windows of plain text are cut by one tokenizer, and this pair has two; give "
                 "conversations (without --plain-text)"
             )
         both = [tokenizer] if source_tokenizer is None else [tokenizer, source_tokenizer]
-        self._fold = not texts and not all(map(keeps_system, both))
-        template = None if texts else boilerplate(*both)
+        self._fold = not mixture.windows and not all(map(keeps_system, both))
+        template = None if mixture.windows else boilerplate(*both)
         self._index = RecordIndex(sources, both, template, seed, accepts)
         self.skipped, self.contents = self._index.skipped, self._index.contents
         self.reserved = int(self._index.reserved["last"].sum())
-        self._mix(mixture or Mixture())
+        self._mix(mixture)
 
     def at(self, mixture: Mixture) -> Stream:
         """The same data at other lengths, without reading all of them again."""
-        other = copy.copy(self)
+        other = self._but()
         other._mix(mixture)
+        return other
+
+    def _but(self, **changes: Any) -> Stream:
+        """A stream of the same data in which some attributes are others."""
+        other = copy.copy(self)
+        vars(other).update(changes)
         return other
 
     @property
@@ -163,46 +170,38 @@ class Stream:
     @property
     def longest(self) -> tuple[int, int]:
         """The tokens of the longest prefix and continuation that it may give, about."""
-        if isinstance(self.mixture, PlainText):
-            return self.mixture.prefix, self.mixture.continuation
-        natural = min(self.mixture.natural[1], self.survey.longest)
-        packed = self.mixture.packed[1] if self.mixture.packed_share else 0
-        return max(natural, packed), self.mixture.max_continuation
+        mixture = self.mixture
+        own = int(min(self.survey.longest, mixture.reach[1], mixture.max_prefix))
+        packed = mixture.packed[1] if mixture.packed_share else 0
+        return max(own, packed), mixture.max_continuation
 
     # ---- the order of a run ---------------------------------------------------------------
 
-    def _mix(self, asked: Mixture | PlainText) -> None:
+    def _mix(self, asked: Mixture) -> None:
         """List the order of a mixture, without packs where the data hold too few.
 
         Raises:
             ValueError: The data hold nothing of a kind that is asked for.
         """
-        self.mixture, self._order = asked, self._order_of(asked)
-        share = asked.packed_share if isinstance(asked, Mixture) else 0.0
-        if isinstance(asked, Mixture) and share and not self._can_pack(asked):
-            if share == 1:
+        self.mixture, self._order = asked, self._order_of(asked, self._index.training)
+        if asked.packed_share and not self._can_pack():
+            if asked.packed_share == 1:
                 raise ValueError(self._unmet("packed"))
-            share, self.mixture = 0.0, replace(asked, packed_share=0.0)
-            self._order = self._order_of(self.mixture)
-        if share < 1 and all(part.kind == "packed" for part in self._order.ends.parts):
-            raise ValueError(self._unmet("natural"))
-        self.survey = self._surveyed(asked, share)
+            self.mixture = replace(asked, packed_share=0.0)
+            self._order = self._order_of(self.mixture, self._index.training)
+        only_packs = all(part.kind == "packed" for part in self._order.ends.parts)
+        if self.mixture.packed_share < 1 and only_packs:
+            raise ValueError(self._unmet(asked.own))
+        self.survey = self._surveyed(asked)
 
-    def _order_of(
-        self, mixture: Mixture | PlainText, replies: np.ndarray | None = None, planned: int = 0
-    ) -> RecordOrder:
-        """The order of records for a mixture: of those to train on, or of ``replies``."""
+    def _order_of(self, mixture: Mixture, replies: np.ndarray, planned: int = 0) -> RecordOrder:
+        """The order of ``replies`` for a mixture, of which a run draws ``planned`` samples."""
         shares, planned = self._index.shares, planned or self._planned
-        replies = self._index.training if replies is None else replies
-        low, high = reach(mixture)
+        (low, high), share, packed = mixture.reach, mixture.packed_share, mixture.packed
         within = (replies["before"] >= low) & (replies["before"] <= high)
-        share, packed = 0.0, (0, 0)
-        if isinstance(mixture, Mixture):
-            share, packed = mixture.packed_share, mixture.packed
         small = replies["last"] & (replies["tokens"] <= packed[1])
         lifted = replies["last"] & (replies["before"] <= packed[1])
-        own: Kind = "natural" if isinstance(mixture, Mixture) else "text"
-        parts = parts_of(replies, own, 1 - share, shares, within)
+        parts = parts_of(replies, mixture.own, 1 - share, shares, within)
         packs = parts_of(replies, "packed", share, shares, lifted)
         fillers = parts_of(replies, "filler", 1.0, shares, small) if packs else []
         tokens = replies["tokens"][small]
@@ -214,20 +213,19 @@ class Stream:
             float(tokens.sum()) if fillers else 0.0,
         )
 
-    def _can_pack(self, mixture: Mixture) -> bool:
+    def _can_pack(self) -> bool:
         """Whether the data hold enough different packs; at ``packed_share`` 1, one is enough.
 
         Enough tokens do not suffice: the conversations must add up to the lengths wanted, which a
         few packs show.
         """
-        least = 1 if mixture.packed_share == 1 else DIFFERENT_PACKS
+        least = 1 if self.mixture.packed_share == 1 else DIFFERENT_PACKS
         first = self._order.ends.numbers("packed")[:DIFFERENT_PACKS].tolist()
-        return self._order.tokens >= least * sum(mixture.packed) / 2 and any(
-            self._found(number, mixture) for number in first
-        )
+        enough = self._order.tokens >= least * sum(self.mixture.packed) / 2
+        return enough and any(map(self._found, first))
 
-    def _surveyed(self, asked: Mixture | PlainText, share: float) -> Survey:
-        index, ends = self._index, self._order.ends
+    def _surveyed(self, asked: Mixture) -> Survey:
+        index, ends, share = self._index, self._order.ends, self.mixture.packed_share
         own = [part for part in ends.parts if (part.kind == "packed") == (share == 1)]
         drawn = index.training[["source", "record"]][ends.first]
         uses = np.unique(drawn, return_counts=True)[1]
@@ -237,22 +235,21 @@ class Stream:
             len(uses),
             int(uses.max(initial=0)),
             int(max(index.training["before"][part.rows].max() for part in own)),
-            int(asked.natural[1] if isinstance(asked, Mixture) else reach(asked)[0]),
+            int(asked.reach[0] if asked.windows else asked.reach[1]),
             round(self._order.tokens),
             share,
-            asked.packed_share if isinstance(asked, Mixture) else 0.0,
+            asked.packed_share,
         )
 
     def _unmet(self, kind: Kind) -> str:
         """The error message for a kind of sample that the data do not hold."""
-        names, mixture = self._index.names, self.mixture
-        if isinstance(mixture, PlainText):
-            wanted = mixture.prefix + mixture.continuation
-            return f"no text of {wanted} tokens in {names}; give longer texts"
-        low, high = mixture.natural if kind == "natural" else mixture.packed
+        names, (low, high) = self._index.names, self.mixture.reach
+        if kind == "text":
+            return f"no text of {low} tokens in {names}; give longer texts"
         if kind == "natural":
             what = f"conversation with a prefix of {low} to {high} tokens in {names}"
             return f"no {what}; add conversations, or allow longer ones (train --max-prefix)"
+        low, high = self.mixture.packed
         return (
             f"no concatenation with a prefix of {low} to {high} tokens in {names}, whose "
             f"conversations have {round(self._order.tokens):,} tokens; add conversations, or "
@@ -275,10 +272,11 @@ class Stream:
             ValueError: No record fits within a bounded number of tries; the message names the
                 lengths wanted.
         """
-        found, kind = self._found(index, self.mixture), self._order.ends.at(index)[0]
-        if found is None and kind == "packed" and isinstance(self.mixture, Mixture):
+        found, kind = self._found(index), self._order.ends.at(index)[0]
+        if found is None and kind == "packed":
             low, high = self.mixture.packed
-            found = self._found(index, replace(self.mixture, packed=(low // 2, high)))
+            shorter = replace(self.mixture, packed=(low // 2, high))
+            found = self._but(mixture=shorter)._found(index)
         if found is None:
             raise ValueError(f"sample {index}: {self._unmet(kind)}")
         return found
@@ -293,20 +291,18 @@ class Stream:
         Raises:
             ValueError: There are too few records to reserve any, or none fits.
         """
-        planned = 4 * max(count, self.reserved)
+        own, planned = self.mixture.own, 4 * max(count, self.reserved)
         order = self._order_of(self.mixture, self._index.reserved, planned)
-        share = self.mixture.packed_share if isinstance(self.mixture, Mixture) else 0.0
-        own: Kind = "text" if isinstance(self.mixture, PlainText) else "natural"
-        found: dict[Sample, None] = {}
-        taken: set[Place] = set()
+        found, taken = dict[Sample, None](), set[Place]()
+        reserved = self._but(_order=order, _taken=taken)
         # Natural samples come first, since a pack uses up many records; then in place of packs.
-        natural: tuple[Kind, int] = (own, count - round(share * count))
-        plan: tuple[tuple[Kind, int], ...] = (natural, ("packed", count), (own, count))
+        unpacked = count - round(self.mixture.packed_share * count)
+        plan: tuple[tuple[Kind, int], ...] = (own, unpacked), ("packed", count), (own, count)
         for kind, enough in plan:
             for index in order.ends.numbers(kind).tolist():
                 if len(found) == enough:
                     break
-                draw = self._drawn(order, index, index, self.mixture, taken)
+                draw = reserved._drawn(index, index)
                 if draw is not None:
                     found[draw.sample] = None
                     taken.update(draw.records)
@@ -315,7 +311,7 @@ class Stream:
             raise ValueError(f"no sample in the {held} records held out of {names}; add records")
         return list(found)
 
-    def _found(self, index: int, mixture: Mixture | PlainText) -> Draw | None:
+    def _found(self, index: int) -> Draw | None:
         """Sample ``index``; where its record does not fit, one that ends with another."""
         ends = self._order.ends
         kind = ends.at(index)[0]
@@ -323,63 +319,51 @@ class Stream:
         tries = [(index, index), *((number, number) for number in others)]
         if kind == "packed":  # first the same record among other ones
             tries[1:1] = [(index, number) for number in others[:OTHER_FILLERS]]
-        draws = (self._drawn(self._order, number, start, mixture) for number, start in tries)
-        return next((draw for draw in draws if draw is not None), None)
+        return next(filter(None, itertools.starmap(self._drawn, tries)), None)
 
-    def _drawn(
-        self,
-        order: RecordOrder,
-        number: int,
-        start: int,
-        mixture: Mixture | PlainText,
-        taken: Set[Place] = frozenset(),
-    ) -> Draw | None:
+    def _drawn(self, number: int, start: int) -> Draw | None:
         """The record of sample ``number``, if it fits and is not taken.
 
         A pack is filled by the records that pack ``start`` would be.
         """
-        kind, row = order.ends.at(number)
-        place = order.place(row)
-        if place in taken:
+        kind, row = self._order.ends.at(number)
+        if self._order.place(row) in self._taken:
             return None
-        if isinstance(mixture, PlainText):
-            return self._window(mixture, place, np.random.default_rng((self.seed, number)))
-        if kind == "packed":
-            return self._packed(mixture, order, row, start, taken)
-        return self._natural(mixture, place, int(order.replies["reply"][row]))
+        if kind == "text":
+            return self._window(row, np.random.default_rng((self.seed, number)))
+        return self._packed(row, start) if kind == "packed" else self._natural(row)
 
     # ---- one sample -----------------------------------------------------------------------
 
-    def _messages(self, place: Place) -> list[Message]:
-        record = self._index.read(place)
+    def _read(self, row: int) -> Any:
+        """The messages of a row's record, or its text."""
+        record = self._index.read(self._order.place(row))
         assert record is not None, "a record of no use is not in the table"
-        return record["messages"]
+        return record["text" if self.mixture.windows else "messages"]
 
-    def _cut(
-        self, messages: Sequence[Message], later: Sequence[Message], mixture: Mixture
-    ) -> Sample:
-        longest, ends = mixture.max_continuation, (self._tokenizer, self._source_tokenizer)
-        return to_sample(messages, ends[0], longest, ends[1], later if mixture.later_turns else ())
+    def _cut(self, messages: Sequence[Message], later: Sequence[Message]) -> Sample:
+        longest, ends = self.mixture.max_continuation, (self._tokenizer, self._source_tokenizer)
+        later = later if self.mixture.later_turns else ()
+        return to_sample(messages, ends[0], longest, ends[1], later)
 
-    def _natural(self, mixture: Mixture, place: Place, reply: int) -> Draw | None:
+    def _natural(self, row: int) -> Draw | None:
         """One conversation up to one of its replies, if its length is within the limits."""
-        messages = self._messages(place)
-        turn = replies(messages)[reply]
+        order, messages = self._order, self._read(row)
+        turn = replies(messages)[order.replies["reply"][row]]
         own = until(messages, turn, fold=self._fold)
-        sample = self._cut(own, messages[turn + 1 :], mixture)
-        low, high = mixture.natural
+        sample = self._cut(own, messages[turn + 1 :])
+        low, high = self.mixture.natural
         if not (low <= sample.num_read <= high and sample.continuation):
             return None
-        return Draw(sample, "natural", bool(messages[turn].get("reasoning_content")), (place,))
+        return Draw(sample, "natural", bool(order.replies["traced"][row]), (order.place(row),))
 
-    def _packed(
-        self, mixture: Mixture, order: RecordOrder, row: int, start: int, taken: Set[Place]
-    ) -> Draw | None:
+    def _packed(self, row: int, start: int) -> Draw | None:
         """Several conversations in a row, with the last question of one of them at the end."""
-        tokens, (low, high) = order.replies["tokens"], mixture.packed
+        order, (low, high) = self._order, self.mixture.packed
+        tokens = order.replies["tokens"]
         rng = np.random.default_rng((self.seed, row, start))
-        lifted, target = self._messages(order.place(row)), rng.uniform(low, high)
-        others = self._fillers(order, row, start, 1.5 * high, taken)
+        lifted, target = self._read(row), rng.uniform(low, high)
+        others = self._fillers(row, start, 1.5 * high)
         own = float(order.replies["before"][row])
         at, scale = rng.random(), 1.0
         tried: list[int] | None = None
@@ -388,28 +372,27 @@ class Stream:
             if chosen == tried:
                 break
             tried, place = chosen, round(at * len(chosen))
-            talks = [self._messages(order.place(other)) for other in chosen]
+            talks = [self._read(other) for other in chosen]
             # The later half of a conversation, rounded up, is moved to the end: the questions there
             # are about what is left of it.
             half = (len(replies(lifted)) + 1) // 2
-            moved = min(LIFTED, half) if mixture.later_turns else 1
+            moved = min(LIFTED, half) if self.mixture.later_turns else 1
             packed = pack([*talks[:place], lifted, *talks[place:]], place, moved)
-            sample = self._cut(*packed, mixture)
+            sample = self._cut(*packed)
             if low <= sample.num_read <= high and sample.continuation:
                 records = tuple(order.place(each) for each in (row, *chosen))
                 return Draw(sample, "packed", bool(order.replies["traced"][row]), records)
             scale = (own + float(tokens[chosen].sum())) / max(sample.num_read, 1)
         return None
 
-    def _fillers(
-        self, order: RecordOrder, own: int, start: int, room: float, taken: Set[Place]
-    ) -> list[int]:
+    def _fillers(self, own: int, start: int, room: float) -> list[int]:
         """Rows of more conversations than a pack needs; none opens like the pack's own."""
-        replies, found = order.replies, dict[int, None]()
+        order, found = self._order, dict[int, None]()
+        replies = order.replies
         first = round(start * order.per_sample)  # about where the packs before end
         for step in range(2 * len(replies) if order.fillers.parts else 0):
             row = order.fillers.at(first + step)[1]
-            if row in found or order.place(row) in taken:
+            if row in found or order.place(row) in self._taken:
                 continue
             if replies["opening"][row] != replies["opening"][own]:
                 found[row] = None
@@ -418,20 +401,20 @@ class Stream:
                 break
         return list(found)
 
-    def _window(self, windows: PlainText, place: Place, rng: np.random.Generator) -> Draw | None:
+    def _window(self, row: int, rng: np.random.Generator) -> Draw | None:
         """A window at a random place in one text."""
         first = front(self._tokenizer)  # the tokens that begin every prompt of plain text
-        wanted = windows.prefix - len(first) + windows.continuation
-        per_token, _ = self._index.per_token[place[0]]
-        record = self._index.read(place)
-        text = excerpt(record["text"], int(2 * wanted * per_token), rng) if record else ""
+        wanted = int(self.mixture.reach[0]) - len(first)
+        text = self._read(row)
+        per_token = len(text) / self._order.replies["before"][row]
+        text = excerpt(text, int(2 * wanted * per_token), rng)
         tokens = encode_plain(self._tokenizer, text)
         if len(tokens) < wanted:
             return None
         start = int(rng.integers(len(tokens) - wanted + 1))
-        cut = start + windows.prefix - len(first)
+        cut = start + self.mixture.max_prefix - len(first)
         sample = Sample(first + tokens[start:cut], tokens[cut : start + wanted])
-        return Draw(sample, "text", False, (place,))
+        return Draw(sample, "text", False, (self._order.place(row),))
 
 
 def _filled(

@@ -25,9 +25,10 @@ from kvlingo_mlx.phases import counted
 from kvlingo_mlx.reporting.measure import plain
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint
+from kvlingo_mlx.training.forward import Trainable
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import MATCHING, Recipe
-from kvlingo_mlx.training.runtime import Pair, Readings, Trainable
+from kvlingo_mlx.training.runtime import Pair, Readings
 from kvlingo_mlx.training.watch import complaints
 
 # The share of the time that validations take, where the time is limited.

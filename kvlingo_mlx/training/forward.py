@@ -1,5 +1,6 @@
-"""What a translator's maps compute, on the arrays of either runtime."""
+"""A translator in training, on the arrays of either runtime: what its maps compute."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,8 +8,11 @@ from functools import cached_property
 from typing import Any, ClassVar
 from weakref import ref
 
+import numpy as np
+
 from kvlingo_mlx.format.maps import Map, StateMap, head_map_of, maps_of, state_maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.group import Group
 from kvlingo_mlx.training.coordinates import Coordinates
 
 # A side, a source layer and some of the tokens, to their states (T, d).
@@ -41,15 +45,50 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Maps:
-    """A translator's float32 tensors by name, in their coordinates, and their computation."""
+class Trainable(ABC):
+    """A translator in training, with its AdamW optimizer and the gradients so far."""
 
     operations: ClassVar[Operations]
 
     config: TranslatorConfig
-    tensors: dict[str, Any]
+    tensors: dict[str, Any]  # float32 by name, in their coordinates
     coordinates: Coordinates
     inputs: Inputs = field(default_factory=Inputs, kw_only=True)  # of the latest conversation
+
+    # ---- what each runtime does in its own way ----------------------------------------------
+
+    @abstractmethod
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Copies of its tensors by name, in float32."""
+
+    @abstractmethod
+    def descend(self, layer: int, error: Callable[[Any], Any], scale: float) -> float:
+        """An error of a target layer's tensors; adds ``scale`` times its gradient, if not 0."""
+
+    @abstractmethod
+    def state(self) -> dict[str, np.ndarray]:
+        """Its tensors in their coordinates; of AdamW ``NAME/exp_avg``, ``/exp_avg_sq``, ``/step``.
+
+        They are as PyTorch has them.
+        """
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Become what gave :meth:`state`, in either runtime."""
+
+    @abstractmethod
+    def gather(self, group: Group) -> bool:
+        """Sum the gradients over all processes; returns whether they are finite."""
+
+    @abstractmethod
+    def update(self, rate: float, clip: float) -> None:
+        """Take one AdamW step, the gradients clipped to the norm ``clip``; drop the gradients."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop the gradients."""
+
+    # ---- what maps compute ------------------------------------------------------------------
 
     def layer(
         self,
@@ -127,9 +166,4 @@ class Maps:
             for name, tensor in tensors.items()
             if name.startswith(head)
         }
-        y = self.config.spec.formula(get, x, do.gelu)
-        y = y if y.ndim == 2 else y.swapaxes(0, 1).flatten(1)
-        if "gate" in get:
-            gate = do.sigmoid(get["gate"])[:, None]
-            y = (y.reshape(len(y), len(gate), -1) * gate).flatten(1)
-        return y + get["bias"] if "bias" in get else y
+        return self.config.spec.apply(get, x, do.gelu, do.sigmoid)

@@ -41,7 +41,6 @@ class RecordIndex:
     reserved: np.ndarray  # of REPLY; chosen by the seed and the records' numbers
     malformed: Skipped  # records that cannot be read
     skipped: int  # these, those without a usable assistant turn (or text), and those refused
-    per_token: list[tuple[float, float]]  # characters and bytes per token of each source
 
     def __init__(
         self,
@@ -64,10 +63,7 @@ class RecordIndex:
         self.shares = np.array(weights) / sum(weights)
         self.skipped, self.malformed, self._filter = 0, Skipped(), accepts
         self._tokenizers, self._template = tokenizers, template
-        self.per_token, found = [], []
-        for number in range(len(self.sources)):
-            self.per_token.append(self._ratios(number, seed))
-            found.append(self._replies(number))
+        found = [self._replies(number, seed) for number in range(len(self.sources))]
         self._separate(np.concatenate(found), seed)
 
     @property
@@ -89,15 +85,15 @@ class RecordIndex:
         refused = usable and self._filter and not self._filter.accepts(said, found)
         return found if usable and not refused else None
 
-    def _replies(self, number: int) -> np.ndarray:
+    def _replies(self, number: int, seed: int) -> np.ndarray:
         """A row of :data:`REPLY` for each reply of a source.
 
         Raises:
             ValueError: There is none.
         """
-        source, (_, per_token) = self.sources[number], self.per_token[number]
-        exact, rows = source.sizes.sum() <= COUNTED, list[tuple[Any, ...]]()
-        tokens = self._count if exact else lambda text: len(text.encode()) / per_token
+        source, rows = self.sources[number], list[tuple[Any, ...]]()
+        exact = source.sizes.sum() <= COUNTED
+        tokens = self._count if exact else self._estimate(number, seed)
         for record in counted(f"reading the records of {source.name}", range(len(source.sizes))):
             if found := self.read((number, record)):
                 rows += ((number, record, *row) for row in self._measured(found, tokens))
@@ -129,9 +125,9 @@ class RecordIndex:
         """The tokens of a text, by the tokenizer that needs more of them."""
         return max(len(encode_plain(tokenizer, text)) for tokenizer in self._tokenizers)
 
-    def _ratios(self, number: int, seed: int) -> tuple[float, float]:
-        """A source's characters and bytes per token, from records all over it."""
-        characters, size, tokens, met = 1, 1, 1.0, 0
+    def _estimate(self, number: int, seed: int) -> Callable[[str], float]:
+        """The tokens of a text by its bytes, as records all over a source have them."""
+        size, tokens, met = 1, 1.0, 0
         malformed, self.malformed = self.malformed, Skipped()
         count = len(self.sources[number].sizes)
         for record in np.random.default_rng((seed, number)).permutation(count).tolist():
@@ -140,14 +136,13 @@ class RecordIndex:
             parts = (m.get("reasoning_content", "") + m["content"]
                      for m in found.get("messages", ()))  # fmt: skip
             text = (found.get("text") or "\n".join(parts))[:MEASURED_CHARACTERS]
-            characters, size = characters + len(text), size + len(text.encode())
-            tokens, met = tokens + self._count(text), met + 1
+            size, tokens, met = size + len(text.encode()), tokens + self._count(text), met + 1
             if met == MEASURED:
                 break
         if self._filter:
             self._filter.left_out.clear()  # counted when all records are read
         self.malformed = malformed
-        return characters / tokens, size / tokens
+        return lambda text: len(text.encode()) * tokens / size
 
     def _separate(self, every: np.ndarray, seed: int) -> None:
         """Hold records out of training, and all that open with the question of one of them.

@@ -1,11 +1,12 @@
 """What samples a training stream is mixed of, by the lengths of their prefixes.
 
 Appendix "Training data and training recipe": half the samples are natural conversations, half are
-conversations concatenated until they are long.
+conversations concatenated until they are long. For base models there are windows of plain text.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,9 +28,12 @@ class Mixture:
     # A continuation may go on through the later turns of its conversation: one reading of a prefix
     # then trains several answers.
     later_turns: bool = False
+    # Each sample is a window of a plain text, of ``max_prefix`` and ``max_continuation`` tokens.
+    windows: bool = False
 
     def __post_init__(self) -> None:
-        for name, (low, high) in (("natural", self.natural), ("packed", self.packed)):
+        both = () if self.windows else (("natural", self.natural), ("packed", self.packed))
+        for name, (low, high) in both:
             if not 0 < low <= high <= self.max_prefix:
                 raise ValueError(
                     f"{name} prefixes of {low} to {high} tokens: expected "
@@ -37,6 +41,16 @@ class Mixture:
                 )
         if not 0 <= self.packed_share <= 1:
             raise ValueError(f"packed_share {self.packed_share}: expected a share from 0 to 1")
+
+    @property
+    def own(self) -> Kind:
+        """The kind of the samples that are made of one record."""
+        return "text" if self.windows else "natural"
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """The shortest and the longest natural prefix, or text, that can be used, in tokens."""
+        return (self.max_prefix + self.max_continuation, math.inf) if self.windows else self.natural
 
     def scaled(self, context_length: int) -> Mixture:
         """The same mixture with proportionally shorter lengths, for models with a short context."""
@@ -62,24 +76,6 @@ class Mixture:
         )
 
 
-@dataclass(frozen=True)
-class PlainText:
-    """Windows of plain text for base models: the tokens of a prefix and of a continuation."""
-
-    prefix: int = 256
-    continuation: int = 256
-
-    def scaled(self, context_length: int) -> PlainText:
-        """The same windows, or proportionally smaller ones that fit ``context_length``."""
-        needed = self.prefix + self.continuation
-        if context_length >= needed:
-            return self
-        prefix = context_length * self.prefix // needed
-        return PlainText(prefix, context_length - prefix)
-
-
-def reach(mixture: Mixture | PlainText) -> tuple[float, float]:
-    """The shortest and the longest usable natural prefix, or text, in tokens."""
-    if isinstance(mixture, PlainText):
-        return mixture.prefix + mixture.continuation, float("inf")
-    return mixture.natural
+def plain_text(prefix: int = 256, continuation: int = 256) -> Mixture:
+    """Windows of plain text for base models, of so many tokens each."""
+    return Mixture(packed_share=0.0, windows=True).limited(prefix, continuation)

@@ -15,11 +15,10 @@ import numpy as np
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.passes import Rows
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
-from kvlingo_mlx.training.forward import Operations
+from kvlingo_mlx.training.forward import Trainable
 from kvlingo_mlx.training.objectives import Loss, Objective
 
 # A frozen model and its tokenizer: a LanguageModel, or the TorchModel of ``cuda``. Both have name,
@@ -101,45 +100,6 @@ class PairReading:
     attended: Sequence[Sequence[Attended]] = ()
 
 
-class Trainable(Protocol):
-    """A translator in training, with its AdamW optimizer and the gradients so far."""
-
-    @property
-    def config(self) -> TranslatorConfig: ...
-
-    operations: ClassVar[Operations]
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Copies of its tensors by name, in float32."""
-
-    def layer(self, t: int, states: Any, tensors: Any = None, dtype: Any = None) -> Sequence[Any]:
-        """The keys and values of target layer ``t``, (T, width) each, of a source's states.
-
-        The states are cast to ``dtype``, if there is one. ``tensors`` stand in for its own.
-        """
-
-    def descend(self, layer: int, error: Callable[[Any], Any], scale: float) -> float:
-        """An error of a target layer's tensors; adds ``scale`` times its gradient, if not 0."""
-
-    def state(self) -> dict[str, np.ndarray]:
-        """Its tensors in their coordinates; of AdamW ``NAME/exp_avg``, ``/exp_avg_sq``, ``/step``.
-
-        They are as PyTorch has them.
-        """
-
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Become what gave :meth:`state`, in either runtime."""
-
-    def gather(self, group: Group) -> bool:
-        """Sum the gradients over all processes; returns whether they are finite."""
-
-    def update(self, rate: float, clip: float) -> None:
-        """Take one AdamW step, the gradients clipped to the norm ``clip``; drop the gradients."""
-
-    def forget(self) -> None:
-        """Drop the gradients."""
-
-
 class Pair(Rows, Protocol):
     """Two models of one runtime, and all that a training computes with them."""
 
@@ -190,7 +150,7 @@ class Pair(Rows, Protocol):
         """One layer's share; refuses a target whose attention is given entries of other shapes."""
         assert reading.whole is not None
         (states, native), aligned, do = reading.whole, reading.sample.aligned, translator.operations
-        ours = translator.layer(layer, states, tensors, self.target.cache_dtype)
+        ours: Sequence[Any] = translator.layer(layer, states, tensors, self.target.cache_dtype)
         its = [side[layer].reshape(side[layer].shape[-2:]) for side in (native.keys, native.values)]
         placed = partial(self.entry, layer, capture=translator.config.capture)
         at: Any = None

@@ -8,8 +8,7 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.translators.kinds import apart
-from kvlingo_mlx.translators.products import plan
+from kvlingo_mlx.translators.products import apart, plan
 from kvlingo_mlx.translators.quantised import check_fits
 from kvlingo_mlx.translators.state_maps import StateMapped
 

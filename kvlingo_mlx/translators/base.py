@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
 
-from kvlingo_mlx.backend import mx, on_gpu
+from kvlingo_mlx.backend import mx, nn, on_gpu
 
 import numpy as np
 
@@ -19,10 +19,14 @@ from kvlingo_mlx.format.maps import Read, head_map_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.states import KVStates, LayerGroup, Stacked, TranslatedStates
-from kvlingo_mlx.translators.kinds import FORMULAS, together
-from kvlingo_mlx.translators.products import ProductGroup
+from kvlingo_mlx.translators.products import ProductGroup, together
 from kvlingo_mlx.translators.quantised import Quantised
 from kvlingo_mlx.translators.state_maps import StateMapped
+
+
+def _gelu(product: mx.array, bias: mx.array) -> mx.array:
+    """GELU with erf, in float32, as biases are; the result in the product's dtype."""
+    return nn.gelu(product + bias).astype(product.dtype)
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,11 @@ class Translator:
         held = max(states.first(layer) for cut in group.cuts for reads in cut for _, layer in reads)
         begin = min(start, max(held, states.end - group.needed(states.end - start)))
         split = not (self.config.head_mixing or group.segmented)
-        read = partial(self._read, states, begin, split)
-        result = FORMULAS[self.config.kind](group, group.inputs(read))[..., start - begin :, :]
+        inputs = group.inputs(partial(self._read, states, begin, split))
+        result = self.config.spec.formula(group.project, group.vector, inputs, _gelu)
+        result = result[..., start - begin :, :]
+        if "gate" in group.tensors:
+            result = mx.sigmoid(group.vector("gate")) * result
         return result + group.vector("bias") if "bias" in group.tensors else result
 
     def _read(self, states: KVStates, start: int, split: bool, reads: Sequence[Read]) -> mx.array:

@@ -38,7 +38,7 @@ from kvlingo_mlx.backend import mx, on_gpu
 
 import numpy as np
 
-from kvlingo_mlx.format.kinds import TENSORS
+from kvlingo_mlx.format.kinds import SIDES, TENSORS
 from kvlingo_mlx.format.maps import Read, head_map_of, maps_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
@@ -107,11 +107,12 @@ class ProductGroup:
                 inputs.append(_join([read(place) for place in zip(*cut, strict=True)]))
         return inputs
 
-    def project(self, name: str, inputs: Sequence[mx.array]) -> mx.array:
+    def project(self, name: str, inputs: mx.array | Sequence[mx.array]) -> mx.array:
         """The sum of the products of ``inputs`` with the parts of a matrix.
 
         It is in float32, or in 16 bits if both factors are (docs/decisions/005).
         """
+        inputs = [inputs] if isinstance(inputs, mx.array) else inputs
         tokens = inputs[0].shape[-2]
         if self.late is not None and TENSORS[name].axes[0] == "outputs":
             return self._by_need(name, inputs, *self.late)
@@ -317,3 +318,26 @@ def _gathered(found: mx.array, order: list[Read], cut: Sequence[tuple[Read, ...]
 
 def _join(arrays: Sequence[mx.array]) -> mx.array:
     return arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays), axis=-1)
+
+
+def apart(config: TranslatorConfig, weights: Weights) -> Weights:
+    """Joint maps as two linear maps that both read keys and values.
+
+    The upper rows of a joint map write keys, the lower ones values.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name, array in weights.arrays.items():
+        _, layer, last = name.split(".")
+        rows = np.split(array, [config.target.layers[int(layer)].width("keys")])
+        found |= {f"{side}.{layer}.{last}": r for side, r in zip(SIDES, rows, strict=True)}
+    return Weights(weights.dtype, found)
+
+
+def together(weights: Weights) -> Weights:
+    """Joint maps of what :func:`apart` made of them."""
+    found = {}
+    for name in (name for name in weights.arrays if name.startswith(SIDES[0])):
+        _, layer, last = name.split(".")
+        rows = [weights.arrays[f"{side}.{layer}.{last}"] for side in SIDES]
+        found[f"joint.{layer}.{last}"] = np.concatenate(rows)
+    return Weights(weights.dtype, found)

@@ -79,11 +79,11 @@ def test_training_windows_begin_with_it(places: dict[str, Path], tmp_path: Path)
     from transformers import AutoTokenizer
 
     from kvlingo_mlx.training.data import Stream
-    from kvlingo_mlx.training.mixture import PlainText
+    from kvlingo_mlx.training.mixture import plain_text
 
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": f"{i} {TEXT * 4}"}) + "\n" for i in range(12)))
-    windows = PlainText(prefix=24, continuation=16)
+    windows = plain_text(prefix=24, continuation=16)
     for name, count in (("one", 1), ("none", 0)):
         tokenizer = AutoTokenizer.from_pretrained(places[name])
         stream = Stream((str(data),), tokenizer, windows, 0)

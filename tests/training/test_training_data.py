@@ -22,7 +22,7 @@ from kvlingo_mlx.tokenization.records import open_source
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.conversations import keeps_system, normalise, to_sample, until
 from kvlingo_mlx.training.data import Stream
-from kvlingo_mlx.training.mixture import Mixture, PlainText
+from kvlingo_mlx.training.mixture import Mixture, plain_text
 from tests.support import real_templates
 from tests.support.fixtures import Patch, Temp
 
@@ -508,8 +508,8 @@ def test_mixtures() -> None:
         small = full.scaled(context)
         assert small.max_prefix + small.max_continuation == context
         assert math.isclose(small.packed[0] / context, 12_288 / 18_432, abs_tol=1 / context)
-    assert PlainText().scaled(2048) == PlainText(256, 256)
-    assert PlainText().scaled(100) == PlainText(50, 50)
+    assert plain_text().scaled(2048) == plain_text(256, 256)
+    assert plain_text().scaled(100) == plain_text(50, 50)
 
     for facts, complaint in (
         ({"natural": (0, 10)}, "natural prefixes of 0 to 10 tokens: expected 0 < low <= high"),
@@ -527,7 +527,7 @@ def test_plain_text_windows(tmp_path: Path) -> None:
     path = write(tmp_path / "books.jsonl", [{"text": book} for book in [*books, ""]])
     tokenizer = family("qwen3")
     tokenizer.chat_template = None
-    stream = Stream([path], tokenizer, PlainText(), seed=2)
+    stream = Stream([path], tokenizer, plain_text(), seed=2)
     drawn = [stream.draw(index) for index in range(24)]
     starts: list[int] = []
     for draw in drawn:
@@ -541,20 +541,20 @@ def test_plain_text_windows(tmp_path: Path) -> None:
     assert max(starts) > 50_000
     assert starts.count(0) < 3
     assert len({draw.records[0][1] for draw in drawn}) >= 3
-    assert drawn[7] == Stream([path], tokenizer, PlainText(), seed=2).draw(7)
+    assert drawn[7] == Stream([path], tokenizer, plain_text(), seed=2).draw(7)
     short = tokenizer.decode(tokenizer.encode(books[2])[:700])
     stream = Stream(
-        [write(tmp_path / "short.jsonl", [{"text": short}] * 3)], tokenizer, PlainText()
+        [write(tmp_path / "short.jsonl", [{"text": short}] * 3)], tokenizer, plain_text()
     )
     begins = {short.index(texts(tokenizer, stream.sample(index))[0]) for index in range(12)}
     assert len(begins) > 6
     with pytest.raises(ValueError, match=r"no text of 90000 tokens in .*books.jsonl; give longer"):
-        Stream([path], tokenizer, PlainText(45_000, 45_000)).sample(0)
+        Stream([path], tokenizer, plain_text(45_000, 45_000)).sample(0)
     talks = write(tmp_path / "talks.jsonl", [{"messages": [ASK, SAY]}])
     with pytest.raises(
         ValueError, match=r'no text in .*talks.jsonl: none of 1 records is \{"text"'
     ):
-        Stream([talks], tokenizer, PlainText())
+        Stream([talks], tokenizer, plain_text())
 
 
 def test_histogram(stream: Stream, draws: list[Any]) -> None:

@@ -9,17 +9,20 @@ one layer's graph of the translator exists at a time.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
+import numpy as np
+from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.between import placed
+from kvlingo_mlx.fitting.attention import heard
 from kvlingo_mlx.format.maps import maps_states
 from kvlingo_mlx.models.capture import Ear, move, whole
 from kvlingo_mlx.models.delta_rule import in_chunks
@@ -29,11 +32,10 @@ from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
-from kvlingo_mlx.training.on_mlx.attention import attended
 from kvlingo_mlx.training.on_mlx.layers import Entry, Pass
 from kvlingo_mlx.training.on_mlx.losses import loss_of
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
-from kvlingo_mlx.training.runtime import PairReading, continued, matched_positions
+from kvlingo_mlx.training.runtime import Attended, PairReading, continued, matched_positions, shapes
 
 STEP = 2048  # tokens of a chunk in the passes without gradient
 SEGMENT = 512  # tokens of a recurrence whose steps are in memory at once
@@ -94,6 +96,41 @@ def read(
     del cache
     states = _source_states(source, sample, reads)
     return PairReading(sample, states, own, teacher, **more)
+
+
+def _attend(
+    queries: mx.array, keys: mx.array, values: mx.array, visible: Any, **options: Any
+) -> mx.array:
+    """What queries gather, (1, Hq, M, D); ``options`` are scale and sinks."""
+    given = {"cache": None, "mask": mx.array(visible), **options}
+    found: mx.array = scaled_dot_product_attention(queries, keys, values, **given)
+    return found.astype(mx.float32)
+
+
+@contextlib.contextmanager
+def attended(target: LanguageModel, places: np.ndarray) -> Iterator[list[list[Attended]]]:
+    """For each cache layer, what its attention modules gather in the one pass over a text.
+
+    A recurrent layer has none. ``places`` are those of the queries, the text's last one among them.
+    """
+    at, tokens = mx.array(places), int(places[-1]) + 1
+    behind = at[:, None] - mx.arange(tokens)
+    layers = target.geometry.layers
+    found: list[list[Attended]] = [[] for _ in layers]
+
+    def listener(
+        layer: int, queries: Any, keys: Any, values: Any, scale: float, mask: Any, sinks: Any
+    ) -> None:
+        if keys.shape[2] == tokens:
+            visible = (behind >= 0) & (behind < (layers[layer].reach or tokens))
+            attend = functools.partial(_attend, scale=scale, sinks=sinks)
+            both = shapes((keys, values))
+            found[layer].append(Attended(queries[:, :, at], both, visible, attend))
+
+    with heard(target, listener):
+        yield found
+    for each in found:
+        mx.eval([own.queries for own in each])
 
 
 def _content(cache: Any) -> Entry:

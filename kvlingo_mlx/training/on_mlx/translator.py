@@ -16,15 +16,15 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.training.coordinates import apart
-from kvlingo_mlx.training.forward import Maps, Operations
+from kvlingo_mlx.training.forward import Operations, Trainable
 from kvlingo_mlx.translators.state_maps import mapped
 
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names, and those of checkpoints
 
 
 @dataclass(frozen=True)
-class MLXTranslator(Maps):
-    """A translator whose tensors MLX trains; see :class:`.Trainable`."""
+class MLXTranslator(Trainable):
+    """A translator whose tensors MLX trains."""
 
     operations: ClassVar[Operations] = Operations(
         joined=lambda arrays: mx.concatenate(list(arrays), axis=-1),

@@ -13,7 +13,7 @@ from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.training import command_line
 from kvlingo_mlx.training.data import Stream
-from kvlingo_mlx.training.mixture import Mixture, PlainText
+from kvlingo_mlx.training.mixture import Mixture, plain_text
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
@@ -143,7 +143,7 @@ def test_a_stream_of_english_records(tmp_path: Path, tokenizer: Any) -> None:
     assert everything.survey.records > 5 * stream.survey.records
     texts = [{"text": f"{n} {text} " * 60} for n in range(8) for text in LANGUAGES.values()]
     plain = Stream(
-        [write(tmp_path / "texts.jsonl", texts)], tokenizer, PlainText(8, 8), accepts=accepts
+        [write(tmp_path / "texts.jsonl", texts)], tokenizer, plain_text(8, 8), accepts=accepts
     )
     assert plain.survey.records + plain.reserved == 8
 

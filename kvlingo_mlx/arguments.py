@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from kvlingo_mlx.group import ALONE
 from kvlingo_mlx.options import (
+    ABOVE_0,
     BITS,
     COUNT,
     GROUPS,
@@ -20,6 +21,7 @@ from kvlingo_mlx.options import (
     NUMBER,
     SWITCH,
     TEXT,
+    BoundOptions,
     CacheOptions,
     DraftOptions,
     GuardOptions,
@@ -112,7 +114,7 @@ FOLDER = Kind(is_path, "a folder's path")
 # Keys are argument names. A name means the same in every function; a key "function.argument" is an
 # exception for one function. An argument's default is always accepted.
 KINDS: dict[str, Kind] = {
-    **{name: kind for group in GROUPS for name, kind in kinds_of(group).items()},
+    **{n: kind for group in (*GROUPS, BoundOptions) for n, kind in kinds_of(group).items()},
     **dict.fromkeys("max_tokens nu memory".split(), NUMBER),
     "fit.tokens": whole("a number of tokens, 1 or more", 1),
     "fit.ridge": number("0 or more, or leave it out, and one is chosen for each map",
@@ -158,9 +160,7 @@ KINDS: dict[str, Kind] = {
     "data": Kind(lambda value: is_path(value) or _all(value, is_path),
                  "a file, a folder or a dataset's name, or a list of them"),
     **dict.fromkeys("ridge seconds patience".split(), number("a number")),
-    "minutes": number("a number above 0", lambda value: 0 < value < float("inf")),
-    "max_kl": number("0 or more", lambda value: 0 <= value < float("inf")),
-    "min_recall": number("a share from 0 to 1", lambda value: 0 <= value <= 1),
+    "minutes": ABOVE_0,
     "pair.nu": COUNT,
     "callbacks": Kind(lambda value: named(value, "Callbacks"), "a kvlingo_mlx.making.Callbacks"),
     "translators": Kind(is_listed, "a list of translators, each a folder, a Hub id or loaded"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvlingo_mlx.cli.command import BOTH, LENGTHS, Configured, numbers, verb, words
 from kvlingo_mlx.cli.output import draw, keep, ms, phase, say, table, tell_of_machine, warn
-from kvlingo_mlx.options import COUNT, Kind, number, option
+from kvlingo_mlx.options import COUNT, SECONDS, Kind, option
 
 if TYPE_CHECKING:
     from kvlingo_mlx.timing.bench import BenchPair, PhaseTimes
@@ -23,7 +23,6 @@ def bits_of(text: str) -> list[int]:
     return [] if text == "none" else [*map(int, words(text))]
 
 
-TIME_LIMIT = number("seconds above 0", lambda value: value > 0)
 LISTS = (["8"], ["4"], ["8", "4"], ["4", "8"])
 FORMS = Kind(lambda text: text == "none" or words(text) in LISTS, "8, 4, 8,4 or none")
 
@@ -44,7 +43,7 @@ class BenchOptions(Configured):
     )
     num_trials: int = option(5, "Trials per length.", "--num-trials", "-n", kind=COUNT)
     time_limit: float = option(
-        150.0, "Seconds in all, models read; longer prompts are left out.", kind=TIME_LIMIT
+        150.0, "Seconds in all, models read; longer prompts are left out.", kind=SECONDS
     )
     prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=COUNT)
     plot: str | None = option(None, "Draw times over prompt lengths into this file.")

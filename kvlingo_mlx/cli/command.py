@@ -45,8 +45,6 @@ SHARED = {  # by the field's name: what it does, and how it is typed
     "allow_mismatch": ("Accept a translator of other checkpoints of the same shape.",),
     "thinking": ("The chat template's thinking switch.",),
     "sharded": ("Under mlx.launch, a name whose model all hold together; default: the largest.",),
-    "head_mixing": ("Off: block-diagonal maps, head by head.",),
-    "state_maps": ("Map recurrent states, not what goes into them: much cheaper.", "--state-maps"),
     "force": ("Replace another translator there.", "--force"),
 }
 HOLD_IN_BITS = "Hold the translator's weights in 8 or 4 bits."
@@ -68,6 +66,10 @@ class VerbOptions(OptionGroup):
     def some(self, names: str) -> dict[str, Any]:
         """The options named in ``names``, which are separated by spaces."""
         return {name: getattr(self, name) for name in names.split()}
+
+    def of(self, group: type[OptionGroup]) -> dict[str, Any]:
+        """The options of a group."""
+        return {field.name: getattr(self, field.name) for field in fields(group)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from kvlingo_mlx.cli.command import TwoModels, verb
 from kvlingo_mlx.cli.output import keep, phase, say, warn
-from kvlingo_mlx.options import option
+from kvlingo_mlx.options import BoundOptions, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions(TwoModels):
+class PairOptions(BoundOptions, TwoModels):
     data: list[str] | None = option(
         None,
         "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated. Default: "
@@ -16,10 +16,6 @@ class PairOptions(TwoModels):
     )
     minutes: float = option(60.0, "The time for everything.")
     out: str | None = option(None, "The translator folder to write; default: A-to-B.")
-    max_kl: float | None = option(None, "Choose the fewest native layers with at most this KL.")
-    min_recall: float | None = option(
-        None, "Choose the fewest that recall this share of the dialogues' answers."
-    )
     nu: int | None = option(
         None, "Source layers per target layer; default: as many as there is time to fit."
     )

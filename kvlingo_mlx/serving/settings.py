@@ -1,18 +1,18 @@
 """What a server is told: options in groups, to which the command line adds its verbs' own."""
 
 import ipaddress
-import math
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from kvlingo_mlx.options import (
     COUNT,
+    FROM_0,
+    SECONDS,
     TOKENS,
     Kind,
     Need,
     OptionGroup,
-    number,
     one_of,
     option,
     whole,
@@ -24,8 +24,6 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
 BYTES = whole("a number of bytes: 24GB, 512MiB", 1)
-SECONDS = number("seconds above 0", lambda value: 0 < value < math.inf)
-SHARE = number("a number, 0 or more", lambda value: 0 <= value < math.inf)
 IDLE = Kind(lambda value: value == "idle", "idle, or leave it out")
 
 
@@ -74,7 +72,7 @@ class ServerOptions(NetworkOptions):
     NEEDS: ClassVar[tuple[Need, ...]] = (Need("on_doubt", "guard", bool, 32),)
     max_kl: float | None = option(
         None, "Do not use translators whose receipt tells more than this many nats a token.",
-        kind=SHARE,
+        kind=FROM_0,
     )  # fmt: skip
     cors: list[str] | None = option(None, "An origin whose web pages may ask; * for all.")
     sharded: list[str] | None = option(

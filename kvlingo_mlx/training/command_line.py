@@ -16,6 +16,7 @@ from kvlingo_mlx.training.checkpoints import log_of, read_log
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.plan import TrainingPlan
+from kvlingo_mlx.training.recipe import DataOptions
 from kvlingo_mlx.training.trainer import Progress, Trainer
 
 
@@ -44,28 +45,20 @@ def runtime_of(place: str) -> Any:
     return importlib.import_module(f"kvlingo_mlx.{room}.runtime")
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(DataOptions):
     """The models, the data and the device of a training.
 
-    ``accepts`` leaves out records (the laboratory's ``RecordFilter``), ``later_turns`` is that of a
-    :class:`Mixture`.
+    ``accepts`` leaves out records (the laboratory's ``RecordFilter``).
     """
 
     source: str
     target: str
     data: tuple[str, ...]
-    dtype: str | None = None
-    device: str | None = None
-    seed: int = 0
-    plain_text: bool = False
-    packed_share: float = 0.5
-    max_prefix: int | None = None
-    max_continuation: int | None = None
     accepts: Any = None
-    later_turns: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         known = self.runtime.DTYPES
         if self.dtype is not None and self.dtype not in known:
             raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(known)}")

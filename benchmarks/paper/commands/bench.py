@@ -15,10 +15,10 @@ from benchmarks.paper.timing.phases import (
     label,
     layers_of,
 )
-from kvlingo_mlx.cli.bench import FORMS, TIME_LIMIT, bits_of
+from kvlingo_mlx.cli.bench import FORMS, bits_of
 from kvlingo_mlx.cli.command import BOTH, COUNTS, LENGTHS, Configured, numbers, verb
 from kvlingo_mlx.cli.output import keep, ms, phase, say, table, tell_of_machine, warn
-from kvlingo_mlx.options import COUNT, Need, among, but, is_set, off, one_of, option
+from kvlingo_mlx.options import COUNT, SECONDS, Need, among, but, is_set, off, one_of, option
 
 if TYPE_CHECKING:
     from benchmarks.paper.timing.memory_budget import Cell
@@ -86,7 +86,7 @@ class PaperBenchOptions(Configured):
         kind=COUNT,
     )
     time_limit: float = option(
-        150.0, "Seconds of measuring; longer prompts are left out.", kind=TIME_LIMIT
+        150.0, "Seconds of measuring; longer prompts are left out.", kind=SECONDS
     )
     prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=COUNT)
     batch_sizes: str = option(

@@ -308,8 +308,8 @@ def test_a_job_sweeps_around_its_rate(folders: Folders, tmp_path: Path, monkeypa
     monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)  # which takes longer than the rest
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(json.dumps({"messages": chat}) for chat in lookback(200)))
-    ends = str(folders["dense"]), str(folders["wide"])
-    options = Options(*ends, (str(path),), device="mlx", max_continuation=8)
+    ends = {"source": str(folders["dense"]), "target": str(folders["wide"])}
+    options = Options(**ends, data=(str(path),), device="mlx", max_continuation=8)
     plan = {"fit_samples": 8, "held_out": 2, "nu": None, "norm": None}
     recipe = {"steps": 4, "batch": 1, "validate_every": 2}
     said = list[str]()

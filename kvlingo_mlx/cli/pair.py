@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvlingo_mlx.cli.command import TwoModels, verb
-from kvlingo_mlx.cli.output import keep, phase, say, warn
+from kvlingo_mlx.cli.output import draw, keep, phase, say, warn
 from kvlingo_mlx.options import BoundOptions, option
 
 
@@ -50,20 +50,16 @@ def command(options: PairOptions) -> None:
             step(share * options.minutes, text=f"{stage}: {text}")
 
         try:
-            made = pair(
-                *models,
-                options.data or (),
-                **options.some("minutes out max_kl min_recall nu capture seed force"),
-                callbacks=Callbacks(say, warn, show),
-            )
+            given = options.some("minutes out max_kl min_recall nu capture seed force")
+            heard = Callbacks(say, warn, show)
+            made = pair(*models, options.data or (), **given, callbacks=heard)
         except KeyboardInterrupt:
             warn("stopped; the same command goes on with what is kept")
             raise
     if options.plot and made.curve:
         from kvlingo_mlx.training import command_line
 
-        command_line.draw(made.log, options.plot, pictures.pair(*models))
-        say(f"drew {options.plot}")
+        draw(command_line.figure(made.log), options.plot, *models)
     for line in made.lines:
         say(line)
     results = {"provenance": dict(made.config.provenance), "curve": list(made.curve)}

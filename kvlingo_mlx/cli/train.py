@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvlingo_mlx.cli.command import Configured, TwoModels, numbers, text_of, verb
-from kvlingo_mlx.cli.output import keep, phase, say, warn
+from kvlingo_mlx.cli.command import Configured, TwoModels, numbers, verb
+from kvlingo_mlx.cli.output import draw, keep, phase, say, warn
 from kvlingo_mlx.format.kinds import KINDS
-from kvlingo_mlx.options import ABOVE_0, COUNT, FROM_0, Need, among, but, off, option
+from kvlingo_mlx.options import ABOVE_0, COUNT, FROM_0, Need, among, but, off, option, text_of
 from kvlingo_mlx.training.recipe import STEPS, DataOptions, PlanOptions
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ UNSOLVED = tuple(spec.kind for spec in KINDS if not spec.solved)  # not solved i
 LEAST_RATE = 5e-324  # any above 0
 
 
-def _rates(text: str | None) -> tuple[float, ...]:
-    """Learning rates such as ``1e-4,3e-4``; empty for the default."""
-    return tuple(numbers(text, LEAST_RATE, float)) if text else ()
+def _rates(text: str) -> tuple[float, ...]:
+    """Learning rates such as ``1e-4,3e-4``."""
+    return tuple(numbers(text, LEAST_RATE, float))
 
 
 RATES = text_of(_rates, "a number above 0, or several: 1e-4,3e-4")
@@ -63,14 +63,14 @@ class TrainOptions(PlanOptions, DataOptions, Configured, TwoModels):
         None, "Most minutes of stage 2; its rates fall in the time that there is.", kind=ABOVE_0
     )
     batch_size: int = option(8, "Conversations per step, of an MLP's stage 1 too.", kind=COUNT)
-    lr: str | None = option(
+    lr: tuple[float, ...] | None = option(
         None, "Learning rate; several as a,b,c: the best one wins. Default: 1e-4.", kind=RATES
     )
     val_every: int = option(250, "Steps between two scores of held-out ones.", kind=COUNT)
     stage1_steps: int | None = option(
         None, "With --kind mlp: steps that learn to reconstruct; default: 5000.", kind=STEPS
     )
-    stage1_lr: str | None = option(
+    stage1_lr: tuple[float, ...] | None = option(
         None,
         "With --kind mlp: their learning rate, default: 3e-3. Several: the best wins.",
         kind=RATES,
@@ -139,7 +139,7 @@ def _plan(options: TrainOptions) -> TrainingPlan:
 
     recipe = Recipe(
         batch=options.batch_size,
-        learning_rates=_rates(options.lr) or ((RATE,) if options.whitened else (1e-4,)),
+        learning_rates=options.lr or ((RATE,) if options.whitened else (1e-4,)),
         validate_every=options.val_every,
         seconds=None if options.minutes is None else 60.0 * options.minutes,
         **options.some("steps reads whitened objective ce_weight"),
@@ -147,7 +147,7 @@ def _plan(options: TrainOptions) -> TrainingPlan:
     plan: dict[str, Any] = options.of(PlanOptions) | options.some("seed")
     if options.kind in UNSOLVED:
         steps = 5000 if options.stage1_steps is None else options.stage1_steps
-        plan["stage1_recipe"] = reconstruction(recipe, _rates(options.stage1_lr), steps)
+        plan["stage1_recipe"] = reconstruction(recipe, options.stage1_lr or (), steps)
     return TrainingPlan(**plan, recipe=recipe)
 
 
@@ -172,7 +172,6 @@ def _print_result(options: TrainOptions, done: command_line.Done) -> dict[str, A
 def _print_stage2(
     options: TrainOptions, done: command_line.Done, log: Path, curve: Sequence[Any]
 ) -> None:
-    from kvlingo_mlx.reporting import pictures
     from kvlingo_mlx.training import command_line
     from kvlingo_mlx.training.watch import outlook
 
@@ -182,5 +181,4 @@ def _print_stage2(
         say(more)
     say(f"the log is {log}")
     if options.plot:
-        command_line.draw(log, options.plot, pictures.pair(options.source, options.target))
-        say(f"drew {options.plot}")
+        draw(command_line.figure(log), options.plot, options.source, options.target)

@@ -41,7 +41,6 @@ class HandoverRequest(HandoverOptions):
     """A caller's request for a hand-over; the options are those of ``generate``."""
 
     translator: AnyTranslator = None  # type: ignore[assignment]
-    native_layers: int | str | None = None  # type: ignore[assignment]
     heal: str | None = None  # or ``idle``, which hand_over has
     enable_thinking: bool | None = None
     tools: Sequence[Mapping[str, Any]] | None = None

@@ -186,15 +186,15 @@ def train(
     return Done(folder, found, before) if group.leads else None
 
 
-def draw(log: Path, picture: str, title: str) -> None:
-    """Draw held-out KL over steps, a curve for each learning rate.
+def figure(log: Path) -> Any:
+    """A figure of held-out KL over steps, a curve for each learning rate.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
     lines = read_log(log)
-    figure = pictures.figure()
-    axes = figure.add_subplot(xlabel="step", ylabel="held-out KL (nats per token)")
+    drawn = pictures.figure()
+    axes = drawn.add_subplot(xlabel="step", ylabel="held-out KL (nats per token)")
     for index, rate in enumerate(lines[-1]["learning_rates"]):
         points = [(line["step"], line["held_out"][index]) for line in lines]
         sound = [point for point in points if point[1] is not None]
@@ -202,4 +202,4 @@ def draw(log: Path, picture: str, title: str) -> None:
     found = [kl for line in lines for kl in line["held_out"] if kl is not None]
     pictures.log_scale(axes, "y", found)
     axes.legend(title="learning rate")
-    pictures.save(figure, picture, title)
+    return drawn

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 Spell = Callable[[str, Any], str]  # (name, value) -> the option as a user types it
 ADDRESS = " at 0x"  # in what Python shows of an object that has no text of its own
@@ -254,6 +254,11 @@ class OptionGroup:
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         check(type(self), self.given(), values)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """The group's options among a function's, which has others beside them."""
+        return cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
 
     def given(self, *groups: type) -> dict[str, Any]:
         """The options that differ from their defaults; of ``groups``, or all."""

@@ -68,7 +68,7 @@ class VerbOptions(OptionGroup):
         """The options named in ``names``, which are separated by spaces."""
         return {name: getattr(self, name) for name in names.split()}
 
-    def of(self, group: type[OptionGroup]) -> dict[str, Any]:
+    def part(self, group: type[OptionGroup]) -> dict[str, Any]:
         """The options of a group."""
         return {field.name: getattr(self, field.name) for field in fields(group)}
 

@@ -59,7 +59,7 @@ def command(options: FitOptions) -> None:
             translator_folder.check_free(options.out)
     open_lines(Path(options.data))  # refused before models are loaded
     models = load_pair(options.source, options.target)
-    own = options.of(MapOptions) | {"assignment": _assignment(options.assignment, *models)}
+    own = options.part(MapOptions) | {"assignment": _assignment(options.assignment, *models)}
     translator = fit(
         *models,
         options.data,

@@ -48,7 +48,7 @@ def command(options: ServeOptions) -> None:
         translators=options.translator,
         routes=options.route,
         pairs=_rules(options.pairs or ()),
-        **options.of(ServerOptions) | key,
+        **options.part(ServerOptions) | key,
     )
     server.log_to_stderr(found.log_level)
     if not leads():

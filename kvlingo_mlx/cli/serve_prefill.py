@@ -31,7 +31,7 @@ def command(options: ServePrefillOptions) -> None:
     from kvlingo_mlx.loading.models import load
 
     key = {"api_key": options.api_key or os.environ.get(API_KEY)}
-    found = Settings(models={"source": options.source}, **options.of(NetworkOptions) | key)
+    found = Settings(models={"source": options.source}, **options.part(NetworkOptions) | key)
     server.log_to_stderr(found.log_level)
     model = load(options.source)
 

@@ -103,7 +103,7 @@ def command(options: TrainOptions) -> None:
 
     from kvlingo_mlx.training import command_line
 
-    own = options.some("source target") | options.of(DataOptions)
+    own = options.some("source target") | options.part(DataOptions)
     asked = command_line.Options(data=tuple(options.data), **own)
     if options.plot:
         pictures.check(options.plot)
@@ -144,7 +144,7 @@ def _plan(options: TrainOptions) -> TrainingPlan:
         seconds=None if options.minutes is None else 60.0 * options.minutes,
         **options.some("steps reads whitened objective ce_weight"),
     )
-    plan: dict[str, Any] = options.of(PlanOptions) | options.some("seed")
+    plan: dict[str, Any] = options.part(PlanOptions) | options.some("seed")
     if options.kind in UNSOLVED:
         steps = 5000 if options.stage1_steps is None else options.stage1_steps
         plan["stage1_recipe"] = reconstruction(recipe, options.stage1_lr or (), steps)

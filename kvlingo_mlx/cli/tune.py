@@ -47,7 +47,7 @@ def command(options: TuneOptions) -> None:
 
     models = load_pair(options.source, options.target)
     place, found = tuning.translator_of(options.translator, *models, options.allow_mismatch)
-    bounds = options.of(BoundOptions)
+    bounds = options.part(BoundOptions)
     bounded = any(bound is not None for bound in bounds.values())
     folder = tuning.own_folder(place) if bounded else None
     depth = len(models[1].attentions)

@@ -16,12 +16,13 @@ from kvlingo_mlx.options import (
     ABOVE_0,
     BITS,
     COUNT,
+    FROM_0,
     GROUPS,
     MODEL,
     NUMBER,
+    SHARE,
     SWITCH,
     TEXT,
-    BoundOptions,
     CacheOptions,
     DraftOptions,
     GuardOptions,
@@ -114,7 +115,7 @@ FOLDER = Kind(is_path, "a folder's path")
 # Keys are argument names. A name means the same in every function; a key "function.argument" is an
 # exception for one function. An argument's default is always accepted.
 KINDS: dict[str, Kind] = {
-    **{n: kind for group in (*GROUPS, BoundOptions) for n, kind in kinds_of(group).items()},
+    **{name: kind for group in GROUPS for name, kind in kinds_of(group).items()},
     **dict.fromkeys("max_tokens nu memory".split(), NUMBER),
     "fit.tokens": whole("a number of tokens, 1 or more", 1),
     "fit.ridge": number("0 or more, or leave it out, and one is chosen for each map",
@@ -161,6 +162,8 @@ KINDS: dict[str, Kind] = {
                  "a file, a folder or a dataset's name, or a list of them"),
     **dict.fromkeys("ridge seconds patience".split(), number("a number")),
     "minutes": ABOVE_0,
+    "max_kl": FROM_0,
+    "min_recall": SHARE,
     "pair.nu": COUNT,
     "callbacks": Kind(lambda value: named(value, "Callbacks"), "a kvlingo_mlx.making.Callbacks"),
     "translators": Kind(is_listed, "a list of translators, each a folder, a Hub id or loaded"),

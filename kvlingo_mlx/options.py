@@ -444,45 +444,6 @@ class HandoverOptions(HealOptions, GuardOptions):
 GROUPS = (SamplingOptions, CacheOptions, DraftOptions, HandoverOptions)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MapOptions(OptionGroup):
-    """What maps a new translator has, and how they are solved in closed form."""
-
-    capture: str | None = option(
-        None, "pre_norm (default), post_norm or post_rope; latent for MLA models.",
-        kind=one_of("pre_norm", "post_norm", "post_rope", "latent"),
-    )  # fmt: skip
-    nu: int = option(1, "Source layers per target layer.", kind=COUNT)
-    assignment: str = option(
-        "relative_depth", "Source layers are chosen by relative_depth, r2 or greedy.",
-        kind=one_of("relative_depth", "r2", "greedy"),
-    )  # fmt: skip
-    head_mixing: bool = option(True, "Off: block-diagonal maps, head by head.")
-    state_maps: bool = option(
-        False, "Map recurrent states, not what goes into them: much cheaper.", "--state-maps"
-    )
-    norm: str = option(
-        "frobenius", "Norm of the closed form: frobenius, attention, sink_2 ... sink_32."
-    )
-    ridge: float | None = option(
-        None,
-        "Ridge, as a share of the inputs' mean square; default: chosen for each map; 0: none.",
-        kind=FROM_0,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundOptions(OptionGroup):
-    """The quality for which the fewest native layers are chosen."""
-
-    max_kl: float | None = option(
-        None, "Choose the fewest native layers with at most this KL.", kind=FROM_0
-    )
-    min_recall: float | None = option(
-        None, "Choose the fewest that recall this share of answers.", kind=SHARE
-    )
-
-
 def read_table(path: str, what: str, hint: str = "") -> dict[str, Any]:
     """The keys of a TOML file, or of JSON's where it is called so; ValueError if it has none."""
     form, read = ("JSON", json.loads) if path.endswith(".json") else ("TOML", tomllib.loads)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from kvlingo_mlx.cli.command import Configured, TwoModels, verb
 from kvlingo_mlx.cli.output import keep, say, warn
 from kvlingo_mlx.group import leads
-from kvlingo_mlx.options import ABOVE_0, MapOptions, Need, option
+from kvlingo_mlx.options import ABOVE_0, Need, option
+from kvlingo_mlx.training.recipe import MapOptions
 
 if TYPE_CHECKING:
     from kvlingo_mlx.format.assignment import Assignment

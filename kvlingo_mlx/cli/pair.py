@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from kvlingo_mlx.cli.command import TwoModels, verb
 from kvlingo_mlx.cli.output import draw, keep, phase, say, warn
-from kvlingo_mlx.options import BoundOptions, option
+from kvlingo_mlx.options import option
+from kvlingo_mlx.training.recipe import BoundOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvlingo_mlx.cli.command import Configured, TwoModels, verb
 from kvlingo_mlx.cli.output import keep, ms, phase, say, table, tell_of_machine
-from kvlingo_mlx.options import COUNT, BoundOptions, Need, off, option
+from kvlingo_mlx.options import COUNT, Need, off, option
+from kvlingo_mlx.training.recipe import BoundOptions
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.probes import Task

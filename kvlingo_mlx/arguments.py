@@ -13,11 +13,14 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from kvlingo_mlx.group import ALONE
 from kvlingo_mlx.options import (
+    ABOVE_0,
     BITS,
     COUNT,
+    FROM_0,
     GROUPS,
     MODEL,
     NUMBER,
+    SHARE,
     SWITCH,
     TEXT,
     CacheOptions,
@@ -158,9 +161,9 @@ KINDS: dict[str, Kind] = {
     "data": Kind(lambda value: is_path(value) or _all(value, is_path),
                  "a file, a folder or a dataset's name, or a list of them"),
     **dict.fromkeys("ridge seconds patience".split(), number("a number")),
-    "minutes": number("a number above 0", lambda value: 0 < value < float("inf")),
-    "max_kl": number("0 or more", lambda value: 0 <= value < float("inf")),
-    "min_recall": number("a share from 0 to 1", lambda value: 0 <= value <= 1),
+    "minutes": ABOVE_0,
+    "max_kl": FROM_0,
+    "min_recall": SHARE,
     "pair.nu": COUNT,
     "callbacks": Kind(lambda value: named(value, "Callbacks"), "a kvlingo_mlx.making.Callbacks"),
     "translators": Kind(is_listed, "a list of translators, each a folder, a Hub id or loaded"),

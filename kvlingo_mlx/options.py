@@ -12,9 +12,9 @@ import operator
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 Spell = Callable[[str, Any], str]  # (name, value) -> the option as a user types it
 ADDRESS = " at 0x"  # in what Python shows of an object that has no text of its own
@@ -45,10 +45,15 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """A test of an option's value, and the words that say what is accepted."""
+    """A test of an option's value, and the words that say what is accepted.
+
+    ``read`` makes a value of the text that is typed, or raises ValueError: such a text stays as it
+    is, and does not fit.
+    """
 
     fits: Callable[[Any], bool]
     words: str
+    read: Callable[[str], Any] | None = None
 
     def check(self, name: str, value: Any) -> None:
         """Refuse (OptionError) a value that does not fit."""
@@ -107,9 +112,22 @@ def _stops(value: Any) -> bool:
     return isinstance(texts, Sequence) and all(isinstance(t, str) and t for t in texts)
 
 
+def text_of(read: Callable[[str], Any], words: str) -> Kind:
+    """What a function makes of a text that is typed."""
+    return Kind(lambda value: not isinstance(value, str), words, read)
+
+
+def layers_of(text: str) -> int | str:
+    """The value of ``native_layers`` as typed: a number, or ``auto``."""
+    return int(text) if text.isdecimal() else text
+
+
 STOP = Kind(_stops, "a text, or a list of texts, none of it empty")
 NUMBER = whole("a whole number")
 FROM_0 = number("a number, 0 or more", lambda value: 0 <= value < math.inf)
+ABOVE_0 = number("a number above 0", lambda value: 0 < value < math.inf)
+SECONDS = number("seconds above 0", lambda value: 0 < value < math.inf)
+SHARE = number("a share from 0 to 1", lambda value: 0 <= value <= 1)
 TOKENS = whole("a number of tokens, 0 or more", 0)
 TEXT = Kind(lambda value: isinstance(value, str), "a text")
 SWITCH = Kind(lambda value: type(value).__name__ in ("bool", "bool_"), "True or False")
@@ -128,6 +146,7 @@ TRANSLATOR = Kind(
 LAYERS = Kind(
     lambda value: is_whole(value) or (isinstance(value, str) and value == "auto"),
     "a number of layers, or 'auto'",
+    layers_of,
 )
 
 
@@ -213,10 +232,11 @@ def option(
         help: What it does; empty where the command line does not have it.
         flags: How it is typed there, if not by its name.
         kind: The values that it takes.
-        read: Makes a value of what is typed there.
+        read: Makes a value of the text that is typed there, if the kind does not.
         word: Whether it is typed there as a word, without a flag.
         secret: Whether what shows the group leaves it out.
     """
+    read = read or (kind.read if kind else None)
     facts = {"help": help, "flags": flags, "kind": kind, "read": read, "word": word}
     return field(default=MISSING if default is ... else default, metadata=facts, repr=not secret)
 
@@ -235,11 +255,27 @@ class OptionGroup:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         check(type(self), self.given(), values)
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """The group's options among a function's, which has others beside them."""
+        return cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
+
     def given(self, *groups: type) -> dict[str, Any]:
         """The options that differ from their defaults; of ``groups``, or all."""
         listed = (field for group in groups or (type(self),) for field in fields(group))
-        found = {field.name: (getattr(self, field.name), field.default) for field in listed}
-        return {name: value for name, (value, default) in found.items() if not same(value, default)}
+        found = {field: getattr(self, field.name) for field in listed}
+        return {f.name: v for f, v in found.items() if not same(v, read_as(f, f.default))}
+
+
+def read_as(field: Field, typed: Any) -> Any:
+    """The value of what is typed for a field, or of its default."""
+    read = field.metadata.get("read")
+    if read is None or not isinstance(typed, str):
+        return typed
+    try:
+        return read(typed)
+    except ValueError:
+        return typed
 
 
 def same(value: object, default: object) -> bool:
@@ -338,11 +374,6 @@ class DraftOptions(OptionGroup):
 NATIVE_LAYERS = "How many first cache layers the target reads itself; auto: as tuned."
 
 
-def layers_of(text: str | None) -> int | str | None:
-    """The value of ``native_layers`` as typed: a number, ``auto``, or None: as tuned."""
-    return int(text) if text is not None and text.isdecimal() else text
-
-
 @dataclass(frozen=True, kw_only=True)
 class HealOptions(OptionGroup):
     """How the target reads the prompt itself, in the place of its translation."""
@@ -402,7 +433,7 @@ class HandoverOptions(HealOptions, GuardOptions):
     allow_mismatch: bool = option(
         False, "Accept a translator of other checkpoints of the same shape.", kind=SWITCH
     )
-    native_layers: str | None = option(None, NATIVE_LAYERS, kind=LAYERS, read=layers_of)
+    native_layers: int | str | None = option(None, NATIVE_LAYERS, kind=LAYERS)
     native_head: int = option(0, "First tokens that the target reads itself.", kind=TOKENS)
     native_tail: int = option(0, "Last tokens that it reads itself.", kind=TOKENS)
     native_middle: int = option(

@@ -7,19 +7,23 @@ nobody listens, and a phase does nothing.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 # Called after each step: with the number done, if it is known, perhaps a new total or a new text.
 Step = Callable[..., None]
-Show = Callable[[str, float | None], AbstractContextManager[Step]]
 
-_shows: list[Show] = []
+_watches: list[Any] = []  # their methods are ``phase`` and ``aside``, as those below
 
 
 def phase(text: str, total: float | None = None) -> AbstractContextManager[Step]:
     """A phase named ``text``, of ``total`` steps if that is known; yields its :data:`Step`."""
-    return _shows[-1](text, total) if _shows else contextlib.nullcontext(_unseen)
+    return _watches[-1].phase(text, total) if _watches else contextlib.nullcontext(_unseen)
+
+
+def aside() -> AbstractContextManager[None]:
+    """A context in which something else is written: on lines of its own."""
+    return _watches[-1].aside() if _watches else contextlib.nullcontext()
 
 
 def counted(text: str, items: Sequence[Item]) -> Iterator[Item]:
@@ -42,10 +46,10 @@ def spelled(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def shown(show: Show) -> Iterator[None]:
-    """Let ``show`` show the phases of this context."""
-    _shows.append(show)
+def shown(watch: Any) -> Iterator[None]:
+    """Let ``watch`` show the phases of this context."""
+    _watches.append(watch)
     try:
         yield
     finally:
-        _shows.remove(show)
+        _watches.remove(watch)

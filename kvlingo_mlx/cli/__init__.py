@@ -18,9 +18,9 @@ from typer.core import TyperGroup
 
 from kvlingo_mlx.cli.command import VerbCommand
 from kvlingo_mlx.cli.output import complain, warn
-from kvlingo_mlx.cli.progress import watch
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.group import launched, leads
+from kvlingo_mlx.phases import aside
 from kvlingo_mlx.version import __version__
 
 GROUPS = {
@@ -176,7 +176,7 @@ def _in_a_line(others: Callable[..., None]) -> Callable[..., None]:
         if issubclass(category, UserWarning):
             warn(str(message))
         else:
-            with watch().aside():
+            with aside():
                 others(message, category, *where, **more)
 
     return show

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from kvlingo_mlx.cli.command import BOTH, LENGTHS, Configured, numbers, verb, words
+from kvlingo_mlx.cli.command import BOTH, LENGTHS, Configured, verb, words
 from kvlingo_mlx.cli.output import draw, keep, ms, phase, say, table, tell_of_machine, warn
-from kvlingo_mlx.options import COUNT, Kind, number, option
+from kvlingo_mlx.options import COUNT, SECONDS, option, text_of
 
 if TYPE_CHECKING:
     from kvlingo_mlx.timing.bench import BenchPair, PhaseTimes
@@ -19,13 +19,14 @@ ROWS = {"source_prefill": "source reads", "target_step": "first step", "native":
 
 
 def bits_of(text: str) -> list[int]:
-    """The widths of a list such as ``8,4``; empty for ``none``."""
-    return [] if text == "none" else [*map(int, words(text))]
+    """The widths of a list such as ``8,4``; empty for ``none``; ValueError for others."""
+    found = words(text)
+    if found != ["none"] and not set() < {*found} <= {"8", "4"}:
+        raise ValueError
+    return [int(word) for word in found if word != "none"]
 
 
-TIME_LIMIT = number("seconds above 0", lambda value: value > 0)
-LISTS = (["8"], ["4"], ["8", "4"], ["4", "8"])
-FORMS = Kind(lambda text: text == "none" or words(text) in LISTS, "8, 4, 8,4 or none")
+FORMS = text_of(bits_of, "8, 4, 8,4 or none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +39,15 @@ class BenchOptions(Configured):
     nu: int | None = option(
         None, "Source layers that a target layer reads, in random maps; default: 1.", kind=COUNT
     )
-    quantize: str = option("8,4", "Also time the maps in so many bits: 8,4 or none.", kind=FORMS)
-    prompt_tokens: str | None = option(
+    quantize: list[int] = option(
+        "8,4", "Also time the maps in so many bits: 8,4 or none.", kind=FORMS
+    )
+    prompt_tokens: list[int] | None = option(
         None, "Lengths: 64,256.", "--prompt-tokens", "-p", kind=LENGTHS
     )
     num_trials: int = option(5, "Trials per length.", "--num-trials", "-n", kind=COUNT)
     time_limit: float = option(
-        150.0, "Seconds in all, models read; longer prompts are left out.", kind=TIME_LIMIT
+        150.0, "Seconds in all, models read; longer prompts are left out.", kind=SECONDS
     )
     prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=COUNT)
     plot: str | None = option(None, "Draw times over prompt lengths into this file.")
@@ -57,17 +60,14 @@ def command(options: BenchOptions) -> None:
     The source reads; its cache is translated; the target's first step; the target reads it all
     itself. Without --source and --target two tiny embedded models are timed.
     """
-    lengths = numbers(options.prompt_tokens) if options.prompt_tokens else None
-
     from kvlingo_mlx.reporting import measure, pictures
     from kvlingo_mlx.timing import bench
     from kvlingo_mlx.timing.switching import Stopwatch
 
     if options.plot:
         pictures.check(options.plot)
-    clock, trials, step_size = (
-        Stopwatch(options.time_limit), options.num_trials, options.prefill_step_size
-    )  # fmt: skip
+    clock, lengths = Stopwatch(options.time_limit), options.prompt_tokens
+    trials, step_size = options.num_trials, options.prefill_step_size
     tell_of_machine()
     pair = _pair(options, clock)
     with phase("timing", trials * len(lengths or bench.LENGTHS)) as step:
@@ -109,7 +109,7 @@ def _pair(options: BenchOptions, clock: Stopwatch) -> BenchPair:
     places, began = (options.source, options.target, options.translator), time.perf_counter()
     try:
         with clock.limiting(), phase("reading the models"):
-            pair = bench.of_models(*places, options.nu, bits_of(options.quantize))
+            pair = bench.of_models(*places, options.nu, options.quantize)
     except OutOfTime:
         raise ValueError(
             "--time-limit is over before the models are read, which takes more than "

@@ -24,7 +24,6 @@ from kvlingo_mlx.group import launched, leads
 from kvlingo_mlx.options import (
     ANSWER,
     COUNT,
-    Kind,
     Need,
     OptionError,
     OptionGroup,
@@ -33,6 +32,8 @@ from kvlingo_mlx.options import (
     is_set,
     needs_of,
     option,
+    read_as,
+    text_of,
 )
 
 # ---- options of several verbs ------------------------------------------------------------------
@@ -45,8 +46,6 @@ SHARED = {  # by the field's name: what it does, and how it is typed
     "allow_mismatch": ("Accept a translator of other checkpoints of the same shape.",),
     "thinking": ("The chat template's thinking switch.",),
     "sharded": ("Under mlx.launch, a name whose model all hold together; default: the largest.",),
-    "head_mixing": ("Off: block-diagonal maps, head by head.",),
-    "state_maps": ("Map recurrent states, not what goes into them: much cheaper.", "--state-maps"),
     "force": ("Replace another translator there.", "--force"),
 }
 HOLD_IN_BITS = "Hold the translator's weights in 8 or 4 bits."
@@ -68,6 +67,10 @@ class VerbOptions(OptionGroup):
     def some(self, names: str) -> dict[str, Any]:
         """The options named in ``names``, which are separated by spaces."""
         return {name: getattr(self, name) for name in names.split()}
+
+    def part(self, group: type[OptionGroup]) -> dict[str, Any]:
+        """The options of a group."""
+        return {field.name: getattr(self, field.name) for field in fields(group)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,19 +143,6 @@ def numbers(text: str, least: float = 1, read: Callable[[str], float] = int) -> 
     return found
 
 
-def text_of(read: Callable[[str], Any], expected: str) -> Kind:
-    """Texts that a function can read, which raises ValueError at others."""
-
-    def fits(text: str) -> bool:
-        try:
-            read(text)
-        except ValueError:
-            return False
-        return True
-
-    return Kind(fits, expected)
-
-
 COUNTS = text_of(numbers, "numbers, 1 or more: 64,256")
 LENGTHS = text_of(lambda text: numbers(text, 2), "numbers of tokens, 2 or more: 64,256")
 
@@ -203,7 +193,6 @@ def verb(
         for name in typed
         if known[name].metadata.get("help") != ""
     ]
-    readers = {name: read for name in typed if (read := known[name].metadata.get("read"))}
 
     def decorate(function: Callable[[Given], None]) -> Callable[..., None]:
         name = function.__module__.rpartition(".")[2].strip("_").replace("_", "-")
@@ -211,7 +200,7 @@ def verb(
         def command(**values: Any) -> None:
             if None in [values[model] for model in needed]:
                 _refuse_models(name, values.get("translators") or (), values)
-            given = options(**values | {n: read(values[n]) for n, read in readers.items()})
+            given = options(**{n: read_as(known[n], value) for n, value in values.items()})
             keep_stdout_for_json(given.json_file)
             # mlx.launch keeps the terminal to itself, and a dumb one cannot be drawn in.
             dumb = launched() or os.environ.get("TERM") == "dumb"
@@ -232,6 +221,8 @@ def verb(
 def _parameter(described: Field, hint: Any, required: bool) -> inspect.Parameter:
     """A field as the parameter that typer reads."""
     facts = described.metadata
+    if facts.get("read"):
+        hint = str | None if described.default is None else str
     help, *flags = SHARED.get(described.name, ("",)) if not facts else ("",)
     if facts.get("word"):
         hint = Annotated[hint, typer.Argument(help=facts["help"])]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli import eval_options as parsing
-from kvlingo_mlx.cli.command import numbers, verb, words
+from kvlingo_mlx.cli.command import verb, words
 from kvlingo_mlx.cli.eval_options import EvalFields, EvalOptions
 from kvlingo_mlx.cli.output import keep, phase, say, table, warn
 
@@ -41,7 +40,7 @@ class Comparison:
         self.options, self.public, self._own_names = options, public, own
         self.harness: dict[str, Any] = {  # further arguments of lm-eval's tasks
             "data": parsing.named_files(options.task_data),
-            "metadata": json.loads(options.metadata or "{}"),
+            "metadata": options.metadata,
         }
 
     def run(self) -> None:
@@ -108,11 +107,10 @@ class Comparison:
         options = self.options
         asked = probes.TaskOptions(
             needles=words(options.needles),
-            lengths=numbers(options.lengths) if options.lengths else None,
             haystack=self.haystack,
             max_tokens=options.max_tokens or ANSWER_TOKENS,
             limit=options.count,
-            **options.some("seed data style thinking"),
+            **options.some("seed data style thinking lengths"),
         )
         return [self.task(name, asked) for name in self._own_names]
 

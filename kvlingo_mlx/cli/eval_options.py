@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvlingo_mlx.cli.command import COUNTS, Configured, words
-from kvlingo_mlx.options import COUNT, LAYERS, NATIVE_LAYERS, Kind, Need, layers_of, option
+from kvlingo_mlx.options import COUNT, LAYERS, NATIVE_LAYERS, Kind, Need, option
 
 ITEMS = 64
 OWN = ("continuation", "recall", "needles")
@@ -53,18 +53,13 @@ def named_files(texts: list[str] | None) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts or [])  # type: ignore[misc]
 
 
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
-
-
 FILES = Kind(
     lambda texts: all(re.fullmatch(r"[^=]+=.+", text) for text in texts),
     "NAME=FILE, such as quac=quac.jsonl",
 )
-OBJECT = Kind(_is_object, 'a JSON object: {"max_seq_lengths": [4096]}')
+OBJECT = Kind(
+    lambda value: isinstance(value, dict), 'a JSON object: {"max_seq_lengths": [4096]}', json.loads
+)
 FORMS = Kind(lambda text: set() < {*words(text)} <= {"8", "4"}, "8, 4 or 8,4")
 
 
@@ -81,7 +76,7 @@ class EvalFields(Configured):
     quantize: str | None = option(
         None, "Also compare each translator with its weights in 8 or 4 bits: 8,4.", kind=FORMS
     )
-    native_layers: str | None = option(None, NATIVE_LAYERS, kind=LAYERS, read=layers_of)
+    native_layers: int | str | None = option(None, NATIVE_LAYERS, kind=LAYERS)
     tasks: str = option(
         "continuation,recall", "continuation, recall, needles, and any that lm-eval has."
     )
@@ -92,7 +87,9 @@ class EvalFields(Configured):
     )
     seed: int = option(0, "Seed of what is generated.")
     needles: str = option("single,multi-key,multi-value,multi-query", "Variants of needles.")
-    lengths: str | None = option(None, "Lengths of haystacks in tokens: 4096,8192.", kind=COUNTS)
+    lengths: list[int] | None = option(
+        None, "Lengths of haystacks in tokens: 4096,8192.", kind=COUNTS
+    )
     style: str = option("magic", "Needles: magic numbers, or facts (the zoo's).")
     haystack: str | None = option(None, "A text file to hide the needles in.")
     max_tokens: int | None = option(
@@ -113,7 +110,7 @@ class EvalFields(Configured):
     task_data: list[str] | None = option(
         None, "NAME=FILE: local records for a task; NAME=FOLDER: a file for each split.", kind=FILES
     )
-    metadata: str | None = option(
+    metadata: dict[str, Any] | None = option(
         None, 'lm-eval: JSON for tasks that ask: {"key": ...}.', kind=OBJECT
     )
     unsafe_code: bool = option(

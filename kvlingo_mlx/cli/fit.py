@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from kvlingo_mlx.cli.command import Configured, TwoModels, verb
 from kvlingo_mlx.cli.output import keep, say, warn
 from kvlingo_mlx.group import leads
-from kvlingo_mlx.options import Need, number, option
+from kvlingo_mlx.options import ABOVE_0, Need, option
+from kvlingo_mlx.training.recipe import MapOptions
 
 if TYPE_CHECKING:
     from kvlingo_mlx.format.assignment import Assignment
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitOptions(Configured, TwoModels):
+class FitOptions(MapOptions, Configured, TwoModels):
     NEEDS: ClassVar[tuple[Need, ...]] = (
         Need("nu", "assignment", lambda rule: not rule.endswith(".json"), "relative_depth",
              "which lists the layers itself"),
@@ -25,24 +26,13 @@ class FitOptions(Configured, TwoModels):
     KEYS: ClassVar[str] = "capture head_mixing state_maps ridge"
     data: str = option(..., 'JSONL of {"messages": [...]} or {"text": ...}.')
     out: str = option(..., "The translator folder to write.")
-    norm: str = option("frobenius", "frobenius, attention, sink_2 ... sink_32.")
-    capture: str | None = option(
-        None, "pre_norm (default), post_norm or post_rope; latent for MLA models."
-    )
     assignment: str = option(
         "relative_depth",
         'relative_depth, r2, greedy, or a JSON file {"keys": [[0], ...], "values": ...}.',
     )
-    nu: int = option(1, "Source layers per target layer.")
-    head_mixing: bool = True
-    state_maps: bool = False
-    ridge: float | None = option(
-        None, "Ridge, as a share of the inputs' mean square; default: chosen for each map; 0: none."
-    )
     memory_gb: float = option(
-        8.0, "Most GB of sums at once; with less, the data are read several times.",
-        kind=number("a positive number", lambda value: value > 0),
-    )  # fmt: skip
+        8.0, "Most GB of sums at once; with less, the data are read several times.", kind=ABOVE_0
+    )
     tokens: int | None = option(
         None, "Tokens to read, from all over the data; default: 64 for each unknown of a map."
     )
@@ -70,11 +60,12 @@ def command(options: FitOptions) -> None:
             translator_folder.check_free(options.out)
     open_lines(Path(options.data))  # refused before models are loaded
     models = load_pair(options.source, options.target)
+    own = options.part(MapOptions) | {"assignment": _assignment(options.assignment, *models)}
     translator = fit(
         *models,
         options.data,
-        **options.some("norm capture nu head_mixing state_maps ridge tokens"),
-        assignment=_assignment(options.assignment, *models),
+        **own,
+        tokens=options.tokens,
         memory=int(options.memory_gb * 2**30),
         say=say,
     )

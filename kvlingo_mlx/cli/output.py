@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 import typer
 
-from kvlingo_mlx.cli.progress import watch
 from kvlingo_mlx.errors import printable
 from kvlingo_mlx.group import leads, speaker
-from kvlingo_mlx.phases import phase
+from kvlingo_mlx.phases import aside, phase
 
 Piece = TypeVar("Piece")
 _on_stderr = False
@@ -38,7 +37,7 @@ def keep_stdout_for_json(json_file: str | None) -> None:
 
 def say(text: str, *, end: str = "\n") -> None:
     """Print a text unchanged."""
-    with watch().aside():
+    with aside():
         typer.echo(text + end, err=_on_stderr, nl=False)
 
 
@@ -72,7 +71,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
         out.add_column(column, justify="right" if index else "left")
     for row in rows:
         out.add_row(*row)
-    with watch().aside():
+    with aside():
         Console(stderr=_on_stderr).print(out)
 
 
@@ -94,7 +93,7 @@ def facts(rows: Mapping[str, Any]) -> dict[str, Any]:
 
 def warn(text: str) -> None:
     """Print a warning as one line on standard error."""
-    with watch().aside():
+    with aside():
         typer.echo(f"warning: {printable(' '.join(text.split()))}", err=True)
 
 

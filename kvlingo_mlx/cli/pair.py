@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 from kvlingo_mlx.cli.command import TwoModels, verb
-from kvlingo_mlx.cli.output import keep, phase, say, warn
+from kvlingo_mlx.cli.output import draw, keep, phase, say, warn
 from kvlingo_mlx.options import option
+from kvlingo_mlx.training.recipe import BoundOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions(TwoModels):
+class PairOptions(BoundOptions, TwoModels):
     data: list[str] | None = option(
         None,
         "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated. Default: "
@@ -16,10 +17,6 @@ class PairOptions(TwoModels):
     )
     minutes: float = option(60.0, "The time for everything.")
     out: str | None = option(None, "The translator folder to write; default: A-to-B.")
-    max_kl: float | None = option(None, "Choose the fewest native layers with at most this KL.")
-    min_recall: float | None = option(
-        None, "Choose the fewest that recall this share of the dialogues' answers."
-    )
     nu: int | None = option(
         None, "Source layers per target layer; default: as many as there is time to fit."
     )
@@ -54,20 +51,16 @@ def command(options: PairOptions) -> None:
             step(share * options.minutes, text=f"{stage}: {text}")
 
         try:
-            made = pair(
-                *models,
-                options.data or (),
-                **options.some("minutes out max_kl min_recall nu capture seed force"),
-                callbacks=Callbacks(say, warn, show),
-            )
+            given = options.some("minutes out max_kl min_recall nu capture seed force")
+            heard = Callbacks(say, warn, show)
+            made = pair(*models, options.data or (), **given, callbacks=heard)
         except KeyboardInterrupt:
             warn("stopped; the same command goes on with what is kept")
             raise
     if options.plot and made.curve:
         from kvlingo_mlx.training import command_line
 
-        command_line.draw(made.log, options.plot, pictures.pair(*models))
-        say(f"drew {options.plot}")
+        draw(command_line.figure(made.log), options.plot, *models)
     for line in made.lines:
         say(line)
     results = {"provenance": dict(made.config.provenance), "curve": list(made.curve)}

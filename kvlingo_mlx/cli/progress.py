@@ -168,30 +168,18 @@ class ProgressLine:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """A context in which something else is written: on lines of its own."""
+        """As :func:`kvlingo_mlx.phases.aside`."""
         with self._lock:
             self.clear()
             yield
 
 
-_watch = ProgressLine(terminal=False, silent=True)
-
-
 @contextlib.contextmanager
 def watching(text: str | None, terminal: bool, silent: bool = False) -> Iterator[None]:
     """Show the phases of this context, and that of all of it, if it has a ``text``."""
-    global _watch
-    before, _watch = _watch, ProgressLine(terminal, silent)
-    try:
-        with shown(_watch.phase), _watch.looking(), contextlib.ExitStack() as whole:
-            if text is not None:
-                whole.enter_context(_watch.phase(text))
-                _watch.verb = _watch.phases[0]
-            yield
-    finally:
-        _watch = before
-
-
-def watch() -> ProgressLine:
-    """The verb's watch; where there is none, one that shows nothing."""
-    return _watch
+    watch = ProgressLine(terminal, silent)
+    with shown(watch), watch.looking(), contextlib.ExitStack() as whole:
+        if text is not None:
+            whole.enter_context(watch.phase(text))
+            watch.verb = watch.phases[0]
+        yield

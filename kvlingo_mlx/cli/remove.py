@@ -7,8 +7,8 @@ import typer
 
 from kvlingo_mlx.cli.command import VerbOptions, verb
 from kvlingo_mlx.cli.output import keep, say
-from kvlingo_mlx.cli.progress import watch
 from kvlingo_mlx.options import option
+from kvlingo_mlx.phases import aside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ def command(options: RemoveOptions) -> None:
     if not options.yes:
         if sys.stdin is None or not sys.stdin.isatty():
             raise ValueError(f"there is no terminal to ask at; add --yes to remove {folder}")
-        with watch().aside():
+        with aside():
             typer.confirm(f"Remove {folder}?", abort=True, err=True)
     listing.remove(folder)
     say(f"removed {folder}")

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Annotated, ClassVar
 
 from kvlingo_mlx.cli.command import NAMED, Configured, named_models, verb
@@ -42,14 +42,13 @@ def command(options: ServeOptions) -> None:
     with needs_extra("server", "a server needs starlette and others"):
         from kvlingo_mlx.serving import server
 
-    shared = options.some(" ".join(field.name for field in fields(ServerOptions)))
-    shared["api_key"] = options.api_key or os.environ.get(API_KEY)
+    key = {"api_key": options.api_key or os.environ.get(API_KEY)}
     found = Settings(
         models=named_models(options.model or ()),
         translators=options.translator,
         routes=options.route,
         pairs=_rules(options.pairs or ()),
-        **shared,
+        **options.part(ServerOptions) | key,
     )
     server.log_to_stderr(found.log_level)
     if not leads():

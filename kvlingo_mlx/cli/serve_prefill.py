@@ -30,9 +30,8 @@ def command(options: ServePrefillOptions) -> None:
 
     from kvlingo_mlx.loading.models import load
 
-    given = options.some("host port allow_anyone write_timeout log_level")
-    key = options.api_key or os.environ.get(API_KEY)
-    found = Settings(models={"source": options.source}, api_key=key, **given)
+    key = {"api_key": options.api_key or os.environ.get(API_KEY)}
+    found = Settings(models={"source": options.source}, **options.part(NetworkOptions) | key)
     server.log_to_stderr(found.log_level)
     model = load(options.source)
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvlingo_mlx.cli.command import Configured, TwoModels, verb
 from kvlingo_mlx.cli.output import keep, ms, phase, say, table, tell_of_machine
-from kvlingo_mlx.options import COUNT, Need, number, off, option
+from kvlingo_mlx.options import COUNT, Need, off, option
+from kvlingo_mlx.training.recipe import BoundOptions
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.probes import Task
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions(Configured, TwoModels):
+class TuneOptions(BoundOptions, Configured, TwoModels):
     NEEDS: ClassVar[tuple[Need, ...]] = (
         Need("seed", "data", off, why="since the file's records are read in order"),
     )
@@ -26,14 +27,6 @@ class TuneOptions(Configured, TwoModels):
     data: str | None = option(
         None, 'JSONL conversations, perhaps with "answers"; default: dialogues.'
     )
-    max_kl: float | None = option(
-        None, "Choose the fewest layers with at most this KL.",
-        kind=number("0 or more", lambda value: value >= 0),
-    )  # fmt: skip
-    min_recall: float | None = option(
-        None, "Choose the fewest that recall this share of answers.",
-        kind=number("0 to 1, a share", lambda value: 0 <= value <= 1),
-    )  # fmt: skip
     limit: int = option(32, "Most conversations.", kind=COUNT)
     seed: int = option(0, "Seed of the generated dialogues.")
     native_layers: str | None = option(None, "Try only these numbers of layers: 0,1,2.")
@@ -55,7 +48,7 @@ def command(options: TuneOptions) -> None:
 
     models = load_pair(options.source, options.target)
     place, found = tuning.translator_of(options.translator, *models, options.allow_mismatch)
-    bounds = options.some("max_kl min_recall")
+    bounds = options.part(BoundOptions)
     bounded = any(bound is not None for bound in bounds.values())
     folder = tuning.own_folder(place) if bounded else None
     depth = len(models[1].attentions)

@@ -181,14 +181,11 @@ class Conversation(State):
         guard: int = 0,
         on_doubt: str = WARN,
     ) -> None:
+        rules = Rules.of(locals())
         if not models:
             raise ValueError("a conversation needs a model; give models={'name': model}")
         check_json(tools)
         loaded = dict(zip(models, load_together(list(models.values())), strict=True))
-        rules = Rules(
-            switching, on_missing, offload, prefill_step_size, allow_mismatch, quantize,
-            native_layers, heal, heal_share, guard, on_doubt,
-        )  # fmt: skip
         exchange = Exchange(loaded, translators, rules)
         exchange.group.agree(lambda: facts_of(loaded) | exchange.directions.facts())
         start = [{"role": "system", "content": system}] if system is not None else []

@@ -65,7 +65,7 @@ class Exchange(LineSet):
         self, models: Mapping[str, LanguageModel], translators: Iterable[Given], rules: Rules
     ) -> None:
         rules.check(models)
-        self.rules, self.step_size = rules, rules.step_size
+        self.rules, self.step_size = rules, rules.prefill_step_size
         self.heals, self.heal_share = rules.heal is not None, rules.heal_share
         self.on_doubt = rules.on_doubt
         self.several = len({model.tokenizer_fingerprint for model in models.values()}) > 1
@@ -120,7 +120,7 @@ class Exchange(LineSet):
         line = self.line(name)
         if line.left(answers):
             read = functools.partial(line.heal, answers=answers)
-            self.paces[name].read(read, IDLE_S, self.rules.step_size)
+            self.paces[name].read(read, IDLE_S, self.step_size)
         return line.left(answers)
 
     # ---- switching ------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 from kvlingo_mlx.caches.limits import check_going_back
 from kvlingo_mlx.caches.memory import check_caches
@@ -41,16 +41,10 @@ class HandoverRequest(HandoverOptions):
     """A caller's request for a hand-over; the options are those of ``generate``."""
 
     translator: AnyTranslator = None  # type: ignore[assignment]
-    native_layers: int | str | None = None  # type: ignore[assignment]
     heal: str | None = None  # or ``idle``, which hand_over has
     enable_thinking: bool | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     draft_model: Model | None = None
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Self:
-        """The request in a public function's options, which have others beside it."""
-        return cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
 
     def native(self, config: TranslatorConfig) -> Native:
         """The part of the prefix that the target reads itself if this translator is used."""

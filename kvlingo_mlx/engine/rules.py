@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.caches.limits import check_going_back, check_interleaving
-from kvlingo_mlx.engine.guarding import HEAL, WARN
-from kvlingo_mlx.engine.healing import HEAL_SHARE, LAYERS
+from kvlingo_mlx.engine.guarding import HEAL
+from kvlingo_mlx.engine.healing import LAYERS
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.machines import group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.options import GuardOptions, HealOptions
 
 SAMPLE = [
     {"role": "user", "content": "One."},
@@ -21,21 +22,17 @@ SAMPLE = [
 ]
 
 
-@dataclass(frozen=True)
-class Rules:
+@dataclass(frozen=True, kw_only=True)
+class Rules(HealOptions, GuardOptions):
     """The arguments of a :class:`~.conversation.Conversation` for growing its lines."""
 
     switching: str = "alternated"
     on_missing: str = "error"
     offload: str | None = None
-    step_size: int = 2048
+    prefill_step_size: int = 2048
     allow_mismatch: bool = False
     quantize: int | None = None
     native_layers: int | str | None = None
-    heal: str | None = None
-    heal_share: float = HEAL_SHARE
-    guard: int = 0
-    on_doubt: str = WARN
 
     @property
     def heals_answers(self) -> bool:

@@ -1,18 +1,18 @@
 """What a server is told: options in groups, to which the command line adds its verbs' own."""
 
 import ipaddress
-import math
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from kvlingo_mlx.options import (
     COUNT,
+    FROM_0,
+    SECONDS,
     TOKENS,
     Kind,
     Need,
     OptionGroup,
-    number,
     one_of,
     option,
     whole,
@@ -23,18 +23,18 @@ AUTO = "auto"  # the model's name by which a client lets the rules choose
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
-BYTES = whole("a number of bytes: 24GB, 512MiB", 1)
-SECONDS = number("seconds above 0", lambda value: 0 < value < math.inf)
-SHARE = number("a number, 0 or more", lambda value: 0 <= value < math.inf)
 IDLE = Kind(lambda value: value == "idle", "idle, or leave it out")
 
 
-def size_of(text: str | None) -> int | str | None:
-    """The bytes of a size such as ``24GB``; any other text as it is."""
-    if (found := SIZE.fullmatch(text or "")) is None:
-        return text
+def size_of(text: str) -> int:
+    """The bytes of a size such as ``24GB``; ValueError for any other text."""
+    if (found := SIZE.fullmatch(text)) is None:
+        raise ValueError
     step = 1024 if found[3] else 1000
     return int(float(found[1]) * step ** " kmgt".index(found[2].lower() or " "))
+
+
+BYTES = Kind(COUNT.fits, "a number of bytes: 24GB, 512MiB", size_of)
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,15 @@ class ServerOptions(NetworkOptions):
     NEEDS: ClassVar[tuple[Need, ...]] = (Need("on_doubt", "guard", bool, 32),)
     max_kl: float | None = option(
         None, "Do not use translators whose receipt tells more than this many nats a token.",
-        kind=SHARE,
+        kind=FROM_0,
     )  # fmt: skip
     cors: list[str] | None = option(None, "An origin whose web pages may ask; * for all.")
     sharded: list[str] | None = option(
         None, "Under mlx.launch, a name whose model all hold together; default: the largest."
     )
-    memory_limit: str | None = option(
+    memory_limit: int | None = option(
         None, "Memory of weights, conversations and translators: 24GB; default: all there is.",
-        kind=BYTES, read=size_of,
+        kind=BYTES,
     )  # fmt: skip
     max_tokens: int = option(4096, "Longest answer where a request gives none.", kind=COUNT)
     verbatim: bool = option(
@@ -102,7 +102,7 @@ class ServerOptions(NetworkOptions):
     prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=COUNT)
     max_concurrent: int = option(16, "Answers that a model writes at once.", kind=COUNT)
     queue_limit: int = option(64, "Requests that may wait for their first token.", kind=COUNT)
-    body_limit: str = option("32MB", "The largest request.", kind=BYTES, read=size_of)
+    body_limit: int = option("32MB", "The largest request.", kind=BYTES)
     header_timeout: float = option(10.0, "Seconds for a request's headers.", kind=SECONDS)
     body_timeout: float = option(60.0, "Seconds for a request's body.", kind=SECONDS)
     keep_alive: float = option(
@@ -132,8 +132,7 @@ class Settings(ServerOptions):
     translators: list[str] | None = None  # None: those of the local store
     pairs: dict[str, PairRule] = field(default_factory=dict)  # by "SOURCE:TARGET"
     routes: str | None = None  # a recipe, or a TOML file of rules, by which "auto" chooses
-    memory_limit: int | None = None  # type: ignore[assignment]
-    body_limit: int = 32_000_000  # type: ignore[assignment]
+    body_limit: int = 32_000_000
 
     def __post_init__(self) -> None:
         super().__post_init__()

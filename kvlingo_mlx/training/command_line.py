@@ -16,6 +16,7 @@ from kvlingo_mlx.training.checkpoints import log_of, read_log
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, plain_text
 from kvlingo_mlx.training.plan import TrainingPlan
+from kvlingo_mlx.training.recipe import DataOptions
 from kvlingo_mlx.training.trainer import Progress, Trainer
 
 
@@ -44,28 +45,20 @@ def runtime_of(place: str) -> Any:
     return importlib.import_module(f"kvlingo_mlx.{room}.runtime")
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(DataOptions):
     """The models, the data and the device of a training.
 
-    ``accepts`` leaves out records (the laboratory's ``RecordFilter``), ``later_turns`` is that of a
-    :class:`Mixture`.
+    ``accepts`` leaves out records (the laboratory's ``RecordFilter``).
     """
 
     source: str
     target: str
     data: tuple[str, ...]
-    dtype: str | None = None
-    device: str | None = None
-    seed: int = 0
-    plain_text: bool = False
-    packed_share: float = 0.5
-    max_prefix: int | None = None
-    max_continuation: int | None = None
     accepts: Any = None
-    later_turns: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         known = self.runtime.DTYPES
         if self.dtype is not None and self.dtype not in known:
             raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(known)}")
@@ -192,15 +185,15 @@ def train(
     return Done(folder, found, before) if group.leads else None
 
 
-def draw(log: Path, picture: str, title: str) -> None:
-    """Draw held-out KL over steps, a curve for each learning rate.
+def figure(log: Path) -> Any:
+    """A figure of held-out KL over steps, a curve for each learning rate.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
     lines = read_log(log)
-    figure = pictures.figure()
-    axes = figure.add_subplot(xlabel="step", ylabel="held-out KL (nats per token)")
+    drawn = pictures.figure()
+    axes = drawn.add_subplot(xlabel="step", ylabel="held-out KL (nats per token)")
     for index, rate in enumerate(lines[-1]["learning_rates"]):
         points = [(line["step"], line["held_out"][index]) for line in lines]
         sound = [point for point in points if point[1] is not None]
@@ -208,4 +201,4 @@ def draw(log: Path, picture: str, title: str) -> None:
     found = [kl for line in lines for kl in line["held_out"] if kl is not None]
     pictures.log_scale(axes, "y", found)
     axes.legend(title="learning rate")
-    pictures.save(figure, picture, title)
+    return drawn

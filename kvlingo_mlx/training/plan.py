@@ -19,7 +19,7 @@ from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.coordinates import RATE
 from kvlingo_mlx.training.distill import Best
 from kvlingo_mlx.training.objectives import objective_named
-from kvlingo_mlx.training.recipe import MATCHING, Recipe
+from kvlingo_mlx.training.recipe import MATCHING, PlanOptions, Recipe
 from kvlingo_mlx.training.runtime import Model, Pair
 from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.version import __version__
@@ -29,36 +29,18 @@ STAGE1 = Recipe(objective="reconstruction", learning_rates=(MLP_STAGE1_RATE,))
 STAGE2 = Recipe()
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
-    """What to train and how; the defaults are the paper's, but for the ridge."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan(PlanOptions):
+    """What to train and how."""
 
-    kind: str = "linear"  # one of ``format.kinds.NAMES``
-    head_mixing: bool = True  # False for maps that stay within a head
-    joint: bool = False  # one map over keys and values together
-    capture: str | None = None  # the capture point of keys; the first one that both models have
-    nu: int = 1  # source layers that each target layer reads
-    assignment: str = "relative_depth"  # how these are chosen, or by r2, or greedy
-    state_maps: bool = False  # recurrent states are mapped, not what goes into them
-    norm: str = "frobenius"  # of the closed form
-    ridge: float | None = None  # as a share of its inputs' mean square; None: chosen for each map
-    fit_samples: int = 400  # conversations for the closed form
-    held_out: int = 64  # conversations that choose the learning rate
-    hidden: int = 2048  # the hidden width of an MLP
-    gated: bool = True  # whether an MLP has output gates
-    # Native layers, from the first on, in stage 2 and whenever the translator is used; the maps
-    # above them learn to work with them.
-    native_layers: int = 0
     recipe: Recipe = STAGE2  # of stage 2; with 0 steps stage 1 is kept
-    # The share of its steps, or of its time, in which a translator first learns what the target's
-    # attention gathers (``runtime.Pair.match``). The paper does without.
-    matching: float = 0.0
     # The recipe of stage 1 for an MLP without a linear map.
     stage1_recipe: Recipe = STAGE1
     seed: int = 0  # of an MLP's initial tensors
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what cannot go together, or would train nothing."""
+        super().__post_init__()
         spec = kind_named(self.kind, self.joint, self.head_mixing)
         norm_named(self.norm)
         objective_named(self.recipe.objective, self.recipe.ce_weight)
@@ -66,8 +48,6 @@ class TrainingPlan:
             raise ValueError(
                 "matching is of attention, and state_maps of what has none; leave it out"
             )
-        if not 0 <= self.matching < 1:
-            raise ValueError(f"matching is {self.matching:g}; give a share from 0 to below 1")
         if self.state_maps and not spec.solved:
             raise ValueError(
                 "maps of states (state_maps) begin with a closed form, and a translator of kind "

@@ -91,7 +91,7 @@ def test_pictures_say_of_which_models_they_are(tmp_path: Path, monkeypatch: Patc
     assert pictures.pair("/models/a", "Qwen/Qwen3-4B") == "a to Qwen/Qwen3-4B"
 
 
-def test_trainings_curve(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_trainings_curve(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from kvlingo_mlx.training import command_line
 
@@ -99,10 +99,6 @@ def test_trainings_curve(tmp_path: Path, monkeypatch: Patch) -> None:
     lines = [{"step": step, "learning_rates": [1e-4, 1e-3], "held_out": [0.3 / (step + 1), None]}
              for step in range(4)]  # fmt: skip
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    figures: list[Any] = []
-    monkeypatch.setattr(pictures, "save", lambda *given: figures.append(given))
-    command_line.draw(log, "curve.png", "a to b")
-    ((figure, picture, title),) = figures
-    assert (picture, title) == ("curve.png", "a to b")
+    figure = command_line.figure(log)
     assert figure.axes[0].lines[0].get_ydata().tolist() == [line["held_out"][0] for line in lines]
     assert "10^" not in "".join(ticks(figure.axes[0].yaxis))

@@ -9,6 +9,7 @@ import pytest
 
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.cli.command import named_models
+from kvlingo_mlx.options import read_as
 from kvlingo_mlx.serving import server, settings
 from kvlingo_mlx.serving.settings import PairRule, Settings
 from tests.support.fixtures import Patch, Printed
@@ -107,7 +108,8 @@ def test_a_key_is_never_shown(served: list[Settings], monkeypatch: Patch, capsys
     [("24GB", 24 * 10**9), ("512 MiB", 2**29), ("1.5k", 1500), ("7", 7), ("x", "x"), (None, None)],
 )
 def test_sizes(text: str | None, size: object) -> None:
-    assert settings.size_of(text) == size
+    """What is none is left as it is, for the kind to refuse."""
+    assert read_as(Settings.__dataclass_fields__["memory_limit"], text) == size
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,7 @@ def test_training_tells_of_each_map_that_is_solved(
         yield lambda *done: told.append((text, total))
 
     made = training(torch_models, tmp_path / "t", assignment=assignment, steps=0)
-    with shown(show):
+    with shown(SimpleNamespace(phase=show)):
         config = translator_folder.read_config(made.run())
     plain = linear_config(made.source, made.target).assignment
     assert (config.assignment == plain) == (assignment == "relative_depth")

@@ -15,10 +15,10 @@ from benchmarks.paper.timing.phases import (
     label,
     layers_of,
 )
-from kvlingo_mlx.cli.bench import FORMS, TIME_LIMIT, bits_of
-from kvlingo_mlx.cli.command import BOTH, COUNTS, LENGTHS, Configured, numbers, verb
+from kvlingo_mlx.cli.bench import FORMS
+from kvlingo_mlx.cli.command import BOTH, COUNTS, LENGTHS, Configured, verb
 from kvlingo_mlx.cli.output import keep, ms, phase, say, table, tell_of_machine, warn
-from kvlingo_mlx.options import COUNT, Need, among, but, is_set, off, one_of, option
+from kvlingo_mlx.options import COUNT, SECONDS, Need, among, but, is_set, off, one_of, option
 
 if TYPE_CHECKING:
     from benchmarks.paper.timing.memory_budget import Cell
@@ -75,8 +75,10 @@ class PaperBenchOptions(Configured):
         "Source layers a target layer reads, in random maps; default: the paper's, else 1.",
         kind=COUNT,
     )
-    quantize: str = option("8,4", "Also time the maps in so many bits: 8,4 or none.", kind=FORMS)
-    prompt_tokens: str | None = option(
+    quantize: list[int] = option(
+        "8,4", "Also time the maps in so many bits: 8,4 or none.", kind=FORMS
+    )
+    prompt_tokens: list[int] | None = option(
         None, "Lengths: 64,256.", "--prompt-tokens", "-p", kind=LENGTHS
     )
     num_trials: int = option(5, "Trials per length.", "--num-trials", "-n", kind=COUNT)
@@ -86,10 +88,10 @@ class PaperBenchOptions(Configured):
         kind=COUNT,
     )
     time_limit: float = option(
-        150.0, "Seconds of measuring; longer prompts are left out.", kind=TIME_LIMIT
+        150.0, "Seconds of measuring; longer prompts are left out.", kind=SECONDS
     )
     prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=COUNT)
-    batch_sizes: str = option(
+    batch_sizes: list[int] = option(
         "1,8", f"With --table {BUDGET}: how many rows are decoded at once.", kind=COUNTS
     )
 
@@ -97,7 +99,7 @@ class PaperBenchOptions(Configured):
 @verb(PaperBenchOptions, long=True)
 def command(options: PaperBenchOptions) -> None:
     """Time to first token by each way, until a cache is native, and under a memory budget."""
-    lengths = numbers(options.prompt_tokens) if options.prompt_tokens else None
+    lengths = options.prompt_tokens
     tell_of_machine()
     if options.table_name == BUDGET:
         _budget(options, lengths)
@@ -156,7 +158,7 @@ def _pair(options: PaperBenchOptions, tokens: int) -> BenchPair:
     from benchmarks.paper.timing import geometries
     from kvlingo_mlx.timing import bench
 
-    bits = [] if options.table_name == HEALING else bits_of(options.quantize)
+    bits = [] if options.table_name == HEALING else options.quantize
     names = geometry_names(options)
     if names is None:
         ends = options.source, options.target, options.translator
@@ -314,7 +316,7 @@ def _budget(options: PaperBenchOptions, contexts: Sequence[int] | None) -> None:
     from kvlingo_mlx.reporting import measure
     from kvlingo_mlx.timing.switching import Stopwatch
 
-    batches = numbers(options.batch_sizes)
+    batches = options.batch_sizes
     precision, trials = options.precision or "4bit", options.num_trials
     with phase("making the models") as making:
         models = memory_budget.setup(options.layers, precision, making)

@@ -13,7 +13,7 @@ from benchmarks.paper.commands.eval_options import PaperEvalOptions
 from benchmarks.paper.reproducing import decoding
 from benchmarks.paper.tasks import ADDED
 from kvlingo_mlx.cli import eval as packages
-from kvlingo_mlx.cli.command import numbers, verb
+from kvlingo_mlx.cli.command import verb
 from kvlingo_mlx.cli.eval_options import OWN
 from kvlingo_mlx.cli.output import draw, ms, phase, say, table, tell_of_machine, warn
 from kvlingo_mlx.group import launched
@@ -98,12 +98,11 @@ class PaperComparison(packages.Comparison):
         options, decode = self.options, self.harness["decode"]
         self.writer = decode(self.models[0], self.ways.native(self.models[0]))
         self.settings: Settings = suite_runs.Settings(
-            lengths=numbers(options.lengths) if options.lengths else None,
             haystack=self.haystack,
             data=self.harness["data"],
             prompts=self.prompts or {},
             more={"responses": options.responses, "decode": decode},
-            **options.some("thinking limit max_tokens seed"),
+            **options.some("thinking limit max_tokens seed lengths"),
         )
         suite_runs.check(self.rows, self.models, self.settings)
 

@@ -193,8 +193,8 @@ def test_a_training_keeps_what_it_leaves_out(
 
     def train(out: str, data: str, accepts: RecordFilter) -> command_line.Done:
         options = command_line.Options(
-            str(folders["dense"]), str(folders["wide"]), (data,), device="mlx", packed_share=0.0,
-            max_continuation=8, accepts=accepts,
+            source=str(folders["dense"]), target=str(folders["wide"]), data=(data,), device="mlx",
+            packed_share=0.0, max_continuation=8, accepts=accepts,
         )  # fmt: skip
         plan = TrainingPlan(fit_samples=4, held_out=2, recipe=Recipe(steps=1, batch=1))
         heard = command_line.Listeners(lambda *_: None, lambda _: None, said.append)

@@ -306,8 +306,8 @@ def test_a_job_sweeps_around_its_rate(
 ) -> None:
     """The rates of the window end with what a run of them without a sweep ends with, to the bit."""
     monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)  # which takes longer than the rest
-    ends = str(folders["dense"]), str(folders["wide"])
-    options = Options(*ends, (generated,), device="mlx", max_continuation=8)
+    ends = {"source": str(folders["dense"]), "target": str(folders["wide"])}
+    options = Options(**ends, data=(generated,), device="mlx", max_continuation=8)
     plan = {"fit_samples": 8, "held_out": 2, "nu": None, "norm": None}
     recipe = {"steps": 4, "batch": 1, "validate_every": 2}
     said = list[str]()

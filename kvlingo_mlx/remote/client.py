@@ -9,7 +9,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -65,7 +65,7 @@ class Client:
         except ValueError:
             raise self.odd("does not answer in JSON") from None
 
-    def stream(self, order: Order | None, most: int) -> Iterator[bytes]:
+    def stream(self, order: Order | None, most: int) -> Generator[bytes]:
         """The chunks of an order, or without one the server's facts, each of at most so many bytes.
 
         Raises:
@@ -105,7 +105,7 @@ class Client:
             f"{self.address} {what}; is it a `kvlingo-mlx serve-prefill` of version {__version__}?"
         )
 
-    def _payloads(self, order: Order | None, most: int) -> Iterator[bytes]:
+    def _payloads(self, order: Order | None, most: int) -> Generator[bytes]:
         """What one connection brings.
 
         Raises:

@@ -95,7 +95,7 @@ class Transfer:
         shapes = [order.shapes(span, self._layers) for span in order.spans]
         blobs = self.client.stream(order, max(map(chunk.most_bytes, shapes)))
         try:
-            with contextlib.closing(blobs):  # type: ignore[type-var] # a generator
+            with contextlib.closing(blobs):
                 for span, held, blob in zip(order.spans, shapes, blobs, strict=True):
                     if not self._put((span, *self._checked(span, held, blob))):
                         return

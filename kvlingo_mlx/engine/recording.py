@@ -77,41 +77,28 @@ class Recording:
         parts = self._within(start, stop)
         return joined([p.part(max(start, p.start), min(stop, p.end)) for p in parts])
 
-    def arrays(self) -> dict[str, mx.array]:
-        """All arrays by name: part, side, layer."""
-        return {
-            f"native{index}.{side}.{layer}": array
-            for index, part in enumerate(self.parts)
-            for side, arrays in (
-                ("keys", dict(enumerate(part.keys))),
-                ("values", dict(enumerate(part.values))),
-                ("states", part.kept or {}),
-            )
-            for layer, array in arrays.items()
-        }
-
     def facts(self) -> list[dict[str, Any]]:
-        """Everything except the arrays, for JSON."""
+        """Everything, for JSON, in which something else stands for each array."""
         return [
             {
-                "start": part.start,
+                "keys": part.keys,
+                "values": part.values,
                 "capture": part.capture,
-                "layers": len(part.keys),
-                **({"states": list(part.kept)} if part.kept else {}),
+                "start": part.start,
+                "kept": list((part.kept or {}).items()),
             }
             for part in self.parts
         ]
 
-    def restore(self, facts: Sequence[Mapping[str, Any]], arrays: Mapping[str, mx.array]) -> None:
-        """Become the recording with ``facts`` and :meth:`arrays`; KeyError if they disagree."""
-        self.parts = []
-        for index, fact in enumerate(facts):
-            keys, values = (
-                tuple(arrays[f"native{index}.{side}.{n}"] for n in range(fact["layers"]))
-                for side in ("keys", "values")
+    def restore(self, facts: Sequence[Mapping[str, Any]]) -> None:
+        """Become the recording that gave ``facts``."""
+        self.parts = [
+            KVStates(
+                tuple(fact["keys"]), tuple(fact["values"]), fact["capture"], fact["start"],
+                dict(fact["kept"]),
             )
-            kept = {t: arrays[f"native{index}.states.{t}"] for t in fact.get("states", ())}
-            self.parts.append(KVStates(keys, values, fact["capture"], fact["start"], kept))
+            for fact in facts
+        ]  # fmt: skip
 
     @property
     def nbytes(self) -> int:

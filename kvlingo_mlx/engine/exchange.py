@@ -13,7 +13,7 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.directions import Directions, Given
-from kvlingo_mlx.engine.guarding import Guarded, Watch
+from kvlingo_mlx.engine.guarding import Guarded
 from kvlingo_mlx.engine.healing import IDLE_S, Pace
 from kvlingo_mlx.engine.line import Line, Source, Steps
 from kvlingo_mlx.engine.line_set import LineSet, Look, Step, Switch
@@ -151,11 +151,10 @@ class Exchange(LineSet):
         switched = self.active not in (None, name)
         whole = switched and self.rules.switching != "alternated"
         kept = line.kept(0 if whole else line.common(tokens))
-        plan, look = self._plan(line, tokens, kept, known), None
+        plan = self._plan(line, tokens, kept, known)
         if self.rules.guard and switched:
-            plan, look = self._watched(line, tokens, plan, kept)
-            kept = line.kept(kept if look is None else min(kept, look.start))
-        found = yield from self.carried_out(line, plan, kept, tokens, clock, mark, look)
+            plan, kept = self._watched(line, tokens, plan, kept)
+        found = yield from self.carried_out(line, plan, kept, tokens, clock, mark)
         self.active = name
         self.forget()
         return found
@@ -185,9 +184,10 @@ class Exchange(LineSet):
 
     def _watched(
         self, line: Line, tokens: Sequence[int], plan: list[Step], kept: int
-    ) -> tuple[list[Step], Look | None]:
-        """A plan by which the line reads the tokens that its guard compares, if it has any.
+    ) -> tuple[list[Step], int]:
+        """A plan by which the line reads the tokens that its guard compares, and where it begins.
 
+        Without such tokens these are the same ``plan`` and the tokens that it ``kept``.
         These are the first that follow what the active line holds, or the last of all if there are
         fewer: so that model has little to read, and a translation before them to be judged. They
         are at most half of all.
@@ -196,7 +196,7 @@ class Exchange(LineSet):
         source, guard = self.lines[self.active], watched(self.rules.guard, len(tokens))
         pair = source.name, line.name
         if source.name in self.asleep or pair in self.barred or not self.directions.stored(*pair):
-            return plan, None
+            return plan, kept
         start = max(0, min(source.common(tokens), len(tokens) - guard))
         stop = min(start + guard, len(tokens))
         begun = line.kept(min(kept, start))
@@ -205,11 +205,9 @@ class Exchange(LineSet):
             cut(line.spans, begun)
         )
         if not taken or start == stop:
-            return plan, None
-        watch = Watch(source.model, line.model, stop - start)
-        after = self._plan(line, tokens, stop)
-        look = Look(source, start, stop, watch, prefix=start)
-        return [*before, Step(stop, watch=watch), *after], look
+            return plan, kept
+        look, after = Look(source, start, stop, prefix=start), self._plan(line, tokens, stop)
+        return [*before, Step(stop, look=look), *after], begun
 
     def take(self, line: Line, step: Step, tokens: Sequence[int], clock: Clock | None) -> Steps:
         """Append one step; what another tokenizer's model wrote goes to its own positions."""

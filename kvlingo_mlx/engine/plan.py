@@ -16,7 +16,6 @@ from typing import Any, Self
 from kvlingo_mlx.caches.limits import check_going_back
 from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.engine import guarding
-from kvlingo_mlx.engine.guarding import Watch
 from kvlingo_mlx.engine.healing import LAYERS
 from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.errors import UnsupportedModelError
@@ -99,10 +98,6 @@ class Plan:
     def span(self) -> range:
         """The positions of the prefix at which some layer is translated (one tokenizer)."""
         return self.native.translated(len(self.prefix), len(self.target.attentions))
-
-    def watch(self) -> Watch | None:
-        """What keeps both models' hidden states of the last tokens, if they are compared."""
-        return Watch(self.source, self.target, self.guard) if self.guard else None
 
     @property
     def read(self) -> Sequence[int]:

@@ -209,7 +209,7 @@ class FoldedTurn(OneTurn):
         super().__init__(plan)
         self._request = request
 
-    def filled(self, watch: Any = None, look: Any = None) -> Steps:
+    def filled(self) -> Steps:
         plan = self.plan
         self.target.hold([], None, _folded(plan, [plan.tokens], self._request, self.clock))
         yield from ()

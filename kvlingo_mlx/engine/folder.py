@@ -123,10 +123,10 @@ def draft(exchange: Exchange, transcript: Transcript) -> Draft:
     """A conversation as it is now; its arrays are shared, not copied."""
     arrays: dict[str, mx.array] = {}
 
-    def named(array: mx.array) -> dict[str, str]:
-        if not isinstance(array, mx.array):
-            raise TypeError(f"{type(array).__name__} cannot be saved")
-        arrays[name := f"{len(arrays)}"] = array
+    def named(value: Any) -> dict[str, str]:
+        if not isinstance(value, mx.array):
+            raise TypeError(f"{type(value).__name__} cannot be saved")
+        arrays[name := f"{len(arrays)}"] = value
         return {ARRAY: name}
 
     # Copies, since a cache changes its own arrays in place.

@@ -1,7 +1,9 @@
 """A hand-over as a conversation of one turn: two lines that nobody keeps."""
 
+import functools
 import secrets
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -12,14 +14,13 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.caches.between import prefill_between
 from kvlingo_mlx.caches.entries import pin
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.engine import guarding
 from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.guarding import Guarded
-from kvlingo_mlx.engine.healing import HEAL_SHARE
+from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.line import Given, Line, Source
 from kvlingo_mlx.engine.line_set import LineSet, Look, Step, Switch
-from kvlingo_mlx.engine.plan import Plan
+from kvlingo_mlx.engine.plan import HandoverRequest, Plan
 from kvlingo_mlx.engine.responses import GenerationResponse, Heard
 from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn, tokens_alone
@@ -40,7 +41,7 @@ class OneTurn(LineSet):
 
     Args:
         plan: How the prompt is read.
-        heals, share, on_doubt: As in :class:`~.line_set.LineSet`.
+        request: What was asked for; None for a line of the prompt alone.
         source: What the target's line takes over from, if it exists already.
         clock: Times the phases.
 
@@ -53,16 +54,16 @@ class OneTurn(LineSet):
     def __init__(
         self,
         plan: Plan,
+        request: HandoverRequest | None = None,
         *,
-        heals: bool = False,
-        share: float = HEAL_SHARE,
-        on_doubt: str = guarding.WARN,
         source: Source | None = None,
         clock: Clock | None = None,
     ) -> None:
+        asked = request or HandoverRequest()
         self.plan, self.clock = plan, clock or Clock(plan.loaded_at)
         self.group, self.step_size = plan.group, plan.step_size
-        self.heals, self.heal_share, self.on_doubt = heals, share, on_doubt
+        self.heals, self.heal_share = asked.heal is not None, asked.heal_share
+        self.on_doubt = asked.on_doubt
         self.way, self.own_phase = plan.way, "prefill" if plan.way == "native" else "native"
         self.lines = {TARGET: Line(TARGET, plan.target, records=False)}
         self.source = source_of(plan, self.clock) if source is None else source
@@ -85,7 +86,7 @@ class OneTurn(LineSet):
         return self.plan.native.layers
 
     def gave_up(self) -> None:
-        self.plan = self.plan.alone()
+        self.plan = replace(self.plan, way="native", translator=None, native=Native(), guard=0)
         self.way, self.own_phase = "native", "prefill"
 
     def source_reads(self, look: Look, tokens: Sequence[int], clock: Clock) -> mx.array:
@@ -197,7 +198,8 @@ class OneTurn(LineSet):
         decoding = Decoding(choice, tools, quantised or {}, draft, num_draft_tokens)
         progress = AnswerInProgress.to_text(self, TARGET, plan.tokens, plan.header)
         turn = Turn(self, progress, max_tokens, decoding, self.clock.started)
-        heard = Heard(plan.target, lambda: plan.target.tokenizer.decode(plan.tokens), plan.chat)
+        text = functools.partial(plan.target.tokenizer.decode, plan.tokens)
+        heard = Heard(plan.target, text, chat=plan.header is not None)
         steps = turn.answer_by([Part(TARGET)], None, lambda text: (None for _ in ()))
         with wired(plan.target.model):
             for response in tokens_alone(steps, heard):

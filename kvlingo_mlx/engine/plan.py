@@ -79,8 +79,8 @@ class Plan:
     guard: int = 0
     # ``accelerator``; ``native`` where the target reads the prompt itself; ``folded``
     way: str = "accelerator"
-    chat: bool = False  # whether the target's chat template rendered the prompt
-    # What it put before the answer, "" if that is unknown; None for a plain text
+    # What the target's chat template put before the answer, "" if that is unknown; None for a
+    # plain text
     header: str | None = None
     loaded_at: float | None = None  # when both models were loaded, by ``time.perf_counter``
 
@@ -105,10 +105,6 @@ class Plan:
         if self.aligned is not None:
             return self.aligned.source_ids[: self.aligned.num_read]
         return self.prefix if self.guard else self.prefix[: self.span.stop]
-
-    def alone(self) -> Plan:
-        """The plan by which the target reads the prompt itself."""
-        return replace(self, way="native", translator=None, native=Native(), guard=0)
 
     @property
     def num_translated(self) -> int:
@@ -148,8 +144,8 @@ def begin(
     header = header_of(target, prompt, **switches) if is_chat(prompt) else None
     step_size = request.prefill_step_size
     return Plan(
-        source, target, tokens, step_size=step_size, draft=draft, chat=is_chat(prompt),
-        header=header, loaded_at=loaded_at,
+        source, target, tokens, step_size=step_size, draft=draft, header=header,
+        loaded_at=loaded_at,
     )  # fmt: skip
 
 

@@ -206,7 +206,7 @@ class FoldedTurn(OneTurn):
     """A turn whose target decodes from the source's own cache."""
 
     def __init__(self, plan: Plan, request: FoldedRequest) -> None:
-        super().__init__(plan)
+        super().__init__(plan, request)
         self._request = request
 
     def filled(self) -> Steps:

@@ -219,7 +219,7 @@ class LineSet(ABC):
         config = self.translator(look.source, line).config
         theirs = look.source.model, self.source_reads(look, tokens, clock)
         with working():
-            own = guarding.divergence(theirs, (line.model, *look.heard))
+            own = guarding.divergence(theirs, (line.model, look.heard[0]))
             divergence = self.group.firsts(lambda: own)
         found = guarding.judged(config, divergence, look.stop - look.start, look.prefix)
         self.doubted -= {line.name}

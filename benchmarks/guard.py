@@ -34,12 +34,13 @@ from kvlingo_mlx.backend import mx, nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from quality import model_folder
 
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.fill import bring
-from kvlingo_mlx.engine.hybrid import Native
+from kvlingo_mlx.engine.guarding import predictions
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.evaluation import conditions, continuation, needles
@@ -47,8 +48,10 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading.grading import GUARD, receipt_of
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.models.hidden import hidden_states
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.threads import finished
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
@@ -155,10 +158,11 @@ def measured(
 ) -> dict[str, float]:
     """What the guard sees of a prompt, and what its translation costs."""
     tokens, answer, is_value = given
-    plan = Plan(source, target, tokens, translator, Native(tail=number), guard=number)
-    watch = plan.watch()
-    bring(plan, watch=watch)
-    p, q = watch.predictions()
+    read, heard = tokens[-1 - number : -1], []
+    line = bring(Plan(source, target, tokens[:-number], translator))
+    finished(line.read(read, number, heard.append))
+    hidden = hidden_states(source, tokens[:-1], make_prompt_cache(source.model))[-number:]
+    p, q = predictions((source, hidden), (target, *heard))
     true = mx.array(tokens[-number:])[:, None]
     losses = [-mx.take_along_axis(each, true, axis=-1).mean().item() for each in (p, q)]
     ways = [conditions.translated(source, target, translator), conditions.native(target)]

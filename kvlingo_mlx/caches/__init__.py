@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx, on_gpu
@@ -29,7 +29,6 @@ from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates, fl
 GROW = KVCache.step
 SIDES = ("keys", "values")
 PARTS = ("tail", "state")  # of a recurrent layer's cache, which has one or both
-MOVING = ("offset", "_idx", "entries")  # a cache's numbers that change as it is written
 Sides = tuple[mx.array, mx.array]
 
 
@@ -508,50 +507,3 @@ def unlike_stock(cache: Any, layer: LayerGeometry) -> str | None:
         return None if stock else "a KVCache"
     stock = type(cache) is RotatingKVCache and cache.max_size == layer.window
     return None if stock else "a RotatingKVCache of its window"
-
-
-def numbers(cache: Any) -> dict[str, int]:
-    """A cache's state besides its arrays: its length, and a ring's size and write index.
-
-    A recurrent state does not know its length, so only the number of its parts is told.
-    """
-    if is_recurrent(cache):
-        return {"parts": len(cache.cache)}
-    return {name: value for name, value in vars(cache).items() if name not in SIDES}
-
-
-def restored(
-    model: LanguageModel, layer: int, known: Mapping[str, int], arrays: Mapping[str, mx.array]
-) -> Any:
-    """A cache layer rebuilt from what :func:`numbers` returned and from its arrays by name.
-
-    Raises:
-        ValueError: These do not describe this layer of ``model``.
-        KeyError: An array is missing.
-    """
-    cache = make_prompt_cache(model.model)[layer]
-    recurrence = model.geometry.layers[layer].recurrence
-    if "entries" in known and type(cache) is KVCache:
-        cache = PositionedKVCache()
-    fixed = {name: value for name, value in numbers(cache).items() if name not in MOVING}
-    if set(known) != set(numbers(cache)) or any(known[n] != value for n, value in fixed.items()):
-        raise ValueError(f"layer {layer} of {model.name} has a {type(cache).__name__} of {fixed}")
-    dtypes = [model.cache_dtype, model.cache_dtype]
-    if recurrence is not None:
-        dtypes[1] = mx.float32  # as mlx-lm keeps states
-        shapes = [(1, *shape) for shape in recurrence.parts]
-    else:
-        room = arrays[SIDES[0]].shape[2]
-        shapes = [(1, heads, room, width) for heads, width in stored_shape(model, layer)]
-        if known.get("_idx", known.get("entries", known["offset"])) > room:
-            raise ValueError(f"layer {layer} of {model.name} holds {room} tokens, not {known}")
-        vars(cache).update(known)
-    for name, shape, dtype in zip(names(cache), shapes, dtypes, strict=False):
-        array = arrays[name]
-        if array.shape != shape or array.dtype != dtype:
-            raise ValueError(
-                f"layer {layer} of {model.name} holds {array.dtype} {array.shape}; expected "
-                f"{dtype} {shape}"
-            )
-        put_part(cache, name, array)
-    return cache

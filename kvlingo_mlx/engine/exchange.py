@@ -13,24 +13,24 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.directions import Directions, Given
-from kvlingo_mlx.engine.guarding import Guarded, Watch
+from kvlingo_mlx.engine.guarding import Guarded
 from kvlingo_mlx.engine.healing import IDLE_S, Pace
 from kvlingo_mlx.engine.line import Line, Source, Steps
 from kvlingo_mlx.engine.line_set import LineSet, Look, Step, Switch
 from kvlingo_mlx.engine.offers import (
     Known,
     Offer,
-    Offers,
+    alike,
     furthest,
     next_start,
-    offered,
-    recorded,
+    offers_of,
     wrote_itself,
 )
 from kvlingo_mlx.engine.positioned import PositionedLine
 from kvlingo_mlx.engine.reading import Reading
+from kvlingo_mlx.engine.recording import Run
 from kvlingo_mlx.engine.rules import Rules
-from kvlingo_mlx.engine.spans import cut, translated, wrote
+from kvlingo_mlx.engine.spans import cut, translated
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.notes import tell_of_length, to_get
@@ -151,11 +151,10 @@ class Exchange(LineSet):
         switched = self.active not in (None, name)
         whole = switched and self.rules.switching != "alternated"
         kept = line.kept(0 if whole else line.common(tokens))
-        plan, look = self._plan(line, tokens, kept, known), None
+        plan = self._plan(line, tokens, kept, known)
         if self.rules.guard and switched:
-            plan, look = self._watched(line, tokens, plan, kept)
-            kept = line.kept(kept if look is None else min(kept, look.start))
-        found = yield from self.carried_out(line, plan, kept, tokens, clock, mark, look)
+            plan, kept = self._watched(line, tokens, plan, kept)
+        found = yield from self.carried_out(line, plan, kept, tokens, clock, mark)
         self.active = name
         self.forget()
         return found
@@ -185,9 +184,10 @@ class Exchange(LineSet):
 
     def _watched(
         self, line: Line, tokens: Sequence[int], plan: list[Step], kept: int
-    ) -> tuple[list[Step], Look | None]:
-        """A plan by which the line reads the tokens that its guard compares, if it has any.
+    ) -> tuple[list[Step], int]:
+        """A plan by which the line reads the tokens that its guard compares, and where it begins.
 
+        Without such tokens these are the same ``plan`` and the tokens that it ``kept``.
         These are the first that follow what the active line holds, or the last of all if there are
         fewer: so that model has little to read, and a translation before them to be judged. They
         are at most half of all.
@@ -196,7 +196,7 @@ class Exchange(LineSet):
         source, guard = self.lines[self.active], watched(self.rules.guard, len(tokens))
         pair = source.name, line.name
         if source.name in self.asleep or pair in self.barred or not self.directions.stored(*pair):
-            return plan, None
+            return plan, kept
         start = max(0, min(source.common(tokens), len(tokens) - guard))
         stop = min(start + guard, len(tokens))
         begun = line.kept(min(kept, start))
@@ -205,11 +205,9 @@ class Exchange(LineSet):
             cut(line.spans, begun)
         )
         if not taken or start == stop:
-            return plan, None
-        watch = Watch(source.model, line.model, stop - start)
-        after = self._plan(line, tokens, stop)
-        look = Look(source, start, stop, watch, prefix=start)
-        return [*before, Step(stop, watch=watch), *after], look
+            return plan, kept
+        look, after = Look(source, start, stop, prefix=start), self._plan(line, tokens, stop)
+        return [*before, Step(stop, look=look), *after], begun
 
     def take(self, line: Line, step: Step, tokens: Sequence[int], clock: Clock | None) -> Steps:
         """Append one step; what another tokenizer's model wrote goes to its own positions."""
@@ -239,7 +237,7 @@ class Exchange(LineSet):
 
     def reaches(self, source: Source, line: Line, stop: int) -> bool:
         assert isinstance(source, Line)
-        return self._reach(source, line, len(line), stop) == stop
+        return any(a <= len(line) and b == stop for a, b in self._given(source, line, stop))
 
     def _plan(
         self, line: Line, tokens: Sequence[int], begun: int, known: Known | None = None
@@ -252,71 +250,53 @@ class Exchange(LineSet):
                 from another tokenizer.
         """
         steps: list[Step] = []
-        offers = self._offers(line, begun, len(tokens), known)
+        offers = self._offers(line, begun, tokens, known)
         while begun < len(tokens):
-            steps.append(self._next(line, tokens, begun, offers))
+            steps.append(self._next(line, len(tokens), begun, *offers))
             begun = steps[-1].stop
         return steps
 
-    def _offers(self, line: Line, begun: int, length: int, known: Known | None) -> Offers:
-        """What lines of other tokenizers offer for the tokens from ``begun`` to ``length``."""
+    def _offers(
+        self, line: Line, begun: int, tokens: Sequence[int], known: Known | None
+    ) -> tuple[list[Offer], list[Offer]]:
+        """What other lines offer of ``tokens`` from ``begun`` on, and what has no translator."""
         given: list[Offer] = []
         missing: list[Offer] = []
-        if known is None or self.rules.switching == "reprefill":
-            return given, missing
-        target = known.target.rendering(length)
         for other in self.lines.values():
-            if _alike(line, other) or (other.name, line.name) in self.barred:
+            pair = other.name, line.name
+            if other is line or pair in self.barred or self.rules.switching == "reprefill":
                 continue
-            found = self.directions.stored(other.name, line.name) is not None
-            for reading in known.others.get(self.key(other.name), ()):
-                runs = recorded(other) if found else wrote_itself(other)
-                more = offered(other, reading, target, begun, runs)
-                (given if found else missing).extend(more)
+            found = self.directions.stored(*pair) is not None
+            if not (found or self.directions.missing(*pair)):
+                continue  # two names of one model
+            most = other.common(tokens) if alike(other, line) else len(other)
+            runs = self._given(other, line, most) if found else wrote_itself(other, most)
+            more = offers_of(other, line, tokens, begun, known, runs)
+            (given if found else missing).extend(more)
         return given, missing if self.rules.on_missing == "error" else []
 
-    def _next(self, line: Line, tokens: Sequence[int], begun: int, offers: Offers) -> Step:
+    def _next(
+        self, line: Line, length: int, begun: int, given: Sequence[Offer], missing: Sequence[Offer]
+    ) -> Step:
         """The step from position ``begun`` on: its source, or None to read, and where it stops."""
-        best, later = Step(begun), len(tokens)
-        missing: Line | None = None
-        for other in self.lines.values():
-            shared = other.common(tokens)
-            barred = (other.name, line.name) in self.barred or other is line
-            if barred or not _alike(line, other) or self.rules.switching == "reprefill":
-                continue
-            if self.directions.stored(other.name, line.name) is None:
-                if self.directions.missing(other.name, line.name) and wrote(
-                    other.spans, begun, shared
-                ):
-                    missing = other
-            elif (reach := self._reach(other, line, begun, shared)) > best.stop:
-                best = Step(reach, other)
-            elif (following := other.native.next_start(begun)) and following < shared:
-                later = min(later, following)
-        given, untranslated = offers
-        if best.source is not None:
-            return best
         if found := furthest(given, begun):
             offer, alignment = found
-            return Step(alignment.target[1], offer.source, alignment)
-        if missing is not None and self.rules.on_missing == "error":
-            raise no_translator(missing, line)
-        for offer in untranslated:
-            if offer.groups[0, 2] <= begun < offer.groups[-1, 3]:
-                if not isinstance(line, PositionedLine):
+            return Step(alignment.target[1], offer.source, None if offer.alike else alignment)
+        for offer in missing:
+            if offer.holds(begun):
+                if not (offer.alike or isinstance(line, PositionedLine)):
                     check_positions(line.model)
                 raise no_translator(offer.source, line)
-        starts = [next_start(either, begun) for either in offers]
-        return Step(min([later, *(s for s in starts if s is not None)]))
+        return Step(next_start([*given, *missing], begun, length))
 
-    def _reach(self, source: Line, line: Line, begun: int, most: int) -> int:
-        """The end of what one line can take over from another, from position ``begun`` on.
+    def _given(self, source: Line, line: Line, most: int) -> list[Run]:
+        """What one line can take over from another, of that one's first ``most`` tokens.
 
         A mapped state is that of the last token that is taken over, so it must be known there.
         """
         hybrid = source.model.geometry.recurrent
         states = hybrid and self.directions.maps_states(source.name, line.name)
-        return source.native.reach(begun, most, kept=states)
+        return source.native.runs(most, kept=states)
 
     def follow(self, tokenizer: str, reading: Reading, mark: int | None) -> Steps:
         """Translate as much as possible of what each line of a tokenizer lacks of a reading.
@@ -328,8 +308,8 @@ class Exchange(LineSet):
             if self.key(name) != tokenizer or line.away or name in self.asleep:
                 continue
             tokens, common = reading.tokens, line.common(reading.tokens)
-            alike = reading.tokenizer.chat_template == line.model.tokenizer.chat_template
-            if reading.messages and not alike and common < len(line):
+            same = reading.tokenizer.chat_template == line.model.tokenizer.chat_template
+            if reading.messages and not same and common < len(line):
                 continue  # by another template: it would lose its own prompt's tokens
             if line.trim(common) == len(tokens):
                 continue
@@ -351,7 +331,7 @@ class Exchange(LineSet):
             for other in self.lines.values():
                 if other is line or self.directions.stored(line.name, other.name) is None:
                     continue
-                if _alike(line, other):
+                if alike(line, other):
                     needed.append(other.kept(other.common(line.tokens)))
                 else:
                     needed.append(len(line) if other.name == self.active else 0)
@@ -383,11 +363,6 @@ class Exchange(LineSet):
         for line in self.lines.values():
             if line.name != name:
                 line.put_away(self.rules.offload)
-
-
-def _alike(one: Line, other: Line) -> bool:
-    """Whether two lines' models have one tokenizer."""
-    return one.model.tokenizer_fingerprint == other.model.tokenizer_fingerprint
 
 
 def no_translator(source: Line, target: Line) -> MissingTranslatorError:

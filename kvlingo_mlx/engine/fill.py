@@ -149,7 +149,7 @@ def hand_over(
             "let it read the rest of the tokens into it"
         )
     source = None if prompt_cache is None else _holding(plan, prompt_cache)
-    turn = OneTurn(plan, on_doubt=on_doubt, source=source)
+    turn = OneTurn(plan, request, source=source)
     finished(turn.bring(TARGET, plan.prefix))
     if source is not None:
         finished(source.read(plan.prefix[len(source) :], plan.step_size))

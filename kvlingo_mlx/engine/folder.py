@@ -1,9 +1,9 @@
 """A conversation on disk: one folder, replaced atomically, refused when anything in it differs.
 
-``conversation.json`` holds everything except the arrays. It names the files with the arrays, and
-their sha256. A save writes new files, then replaces ``conversation.json``, then removes the files
-that it no longer names. Whatever interrupts a save, the folder holds the old conversation or the
-new one.
+``conversation.json`` holds everything except the arrays, and its own digest. It names the file with
+the arrays, and its sha256. A save writes a new file, then replaces ``conversation.json``, then
+removes the file that it no longer names. Whatever interrupts a save, the folder holds the old
+conversation or the new one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvlingo_mlx.backend import mx
 
 from mlx.utils import tree_flatten
 
+from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.engine.exchange import Exchange
-from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.storage import Held, from_numpy, read_file, to_numpy, write_file
 from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.errors import (
@@ -38,9 +38,10 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.version import __version__
 
-FORMAT, VERSION = "kvlingo-conversation", 5  # 4: answers by place; 5: a line is one file
+FORMAT, VERSION = "kvlingo-conversation", 6  # 5: a line is one file; 6: so are all lines
 FACTS = "conversation.json"
-OURS = re.compile(r"line-\d+\.[0-9a-f]{16}\.safetensors")
+OURS = re.compile(r"line(s|-\d+)\.[0-9a-f]{16}\.safetensors")  # those of version 5, too
+ARRAY = "array"  # what stands for an array in JSON: its name in the file
 SAMPLED = 64  # about how many numbers of an array go into the digest
 
 
@@ -84,10 +85,10 @@ def _bytes(array: mx.array) -> bytes:
 class Draft:
     """A conversation as it was at one moment, ready to be written."""
 
-    # what becomes ``conversation.json``, without the names of the files with arrays; as text, since
-    # the conversation changes its own lists as it goes on
+    # what becomes ``conversation.json``, as text, since the conversation changes its lists as it
+    # goes on
     facts: str
-    lines: Mapping[str, Held]  # the arrays of each model's line
+    arrays: Held  # by the names that stand for them there
 
     def write(self, folder: str | os.PathLike[str]) -> Path:
         """Write it to a folder, in place of an older conversation there.
@@ -100,33 +101,36 @@ class Draft:
         folder = Path(folder)
         check_destination(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        written: list[Path] = []
-        facts = json.loads(self.facts)
-        lines: dict[str, dict[str, Any]] = facts["lines"]
+        path = folder / f"lines.{os.urandom(8).hex()}.safetensors"
         try:
-            for index, (name, entry) in enumerate(lines.items()):
-                if held := self.lines[name]:
-                    path = folder / f"line-{index}.{os.urandom(8).hex()}.safetensors"
-                    written.append(path)
-                    entry |= {"file": path.name, "sha256": write_file(path, held)}
-            replace_text(folder / FACTS, json.dumps(facts) + "\n")
+            facts = json.loads(self.facts)
+            facts |= {"file": path.name, "sha256": write_file(path, self.arrays)}
+            sealed = {**facts, "digest": digest_of(facts)}
+            replace_text(folder / FACTS, json.dumps(sealed) + "\n")
         except BaseException:
-            for path in written:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 folder.rmdir()  # fails unless it is empty, so unless it was made here
             raise
-        named = {entry.get("file") for entry in lines.values()}
-        for path in folder.iterdir():
-            if OURS.fullmatch(path.name) and path.name not in named:
-                path.unlink()
+        for other in folder.iterdir():
+            if OURS.fullmatch(other.name) and other != path:
+                other.unlink()
         return folder
 
 
 @unit
 def draft(exchange: Exchange, transcript: Transcript) -> Draft:
     """A conversation as it is now; its arrays are shared, not copied."""
-    lines = {name: _drafted(line) for name, line in exchange.lines.items()}
+    arrays: dict[str, mx.array] = {}
+
+    def named(value: Any) -> dict[str, str]:
+        if not isinstance(value, mx.array):
+            raise TypeError(f"{type(value).__name__} cannot be saved")
+        arrays[name := f"{len(arrays)}"] = value
+        return {ARRAY: name}
+
+    # Copies, since a cache changes its own arrays in place.
+    lines = {name: line.copy() for name, line in exchange.lines.items()}
     facts = {
         "format": FORMAT,
         "version": VERSION,
@@ -134,24 +138,19 @@ def draft(exchange: Exchange, transcript: Transcript) -> Draft:
         "strategy": exchange.rules.switching,
         "active": exchange.active,
         "models": {
-            name: describe(line.model) if lines[name] else {"name": line.model.name}
-            for name, line in exchange.lines.items()
+            name: describe(line.model) if len(line) else {"name": line.model.name}
+            for name, line in lines.items()
         },
         "translators": [
             {"source": source, "target": target, "sha256": translator.digest}
             for (source, target), translator in sorted(exchange.directions.loaded.items())
         ],
         "transcript": transcript.to_json(),
-        "lines": {name: {"facts": line.facts()} for name, line in exchange.lines.items()},
+        # as text, in which the arrays are found again
+        "lines": json.dumps({name: line.facts() for name, line in lines.items()}, default=named),
     }
-    return Draft(json.dumps(facts), lines)
-
-
-def _drafted(line: Line) -> Held:
-    # Separate array objects, since a cache changes its own in place.
-    own = {name: array[...] for name, array in (line.arrays() | line.native.arrays()).items()}
-    mx.eval(list(own.values()))
-    return to_numpy(own)
+    mx.eval(list(arrays.values()))
+    return Draft(json.dumps(facts), to_numpy(arrays))
 
 
 def check_destination(folder: Path) -> None:
@@ -208,6 +207,8 @@ class Saved:
                 f"{self.folder} is of format version {self._facts.get('version')!r}; this version "
                 f"reads {VERSION}: resume it with {self._facts.get('software', 'another version')}"
             )
+        if self._facts.pop("digest", None) != digest_of(self._facts):
+            raise self._damaged(FACTS, "its digest is another one than when it was saved")
 
     def _damaged(self, file: str, text: str) -> MalformedConversationError:
         return MalformedConversationError(printable(f"{self.folder / file}: {text:.300}"))
@@ -236,14 +237,13 @@ class Saved:
         """
         with self._believed():
             wanted = {name: (facts["name"], facts) for name, facts in self._facts["models"].items()}
-            empty = [name for name, line in self._facts["lines"].items() if "file" not in line]
         for name, (origin, facts) in wanted.items():
             if name not in models:
                 raise ValueError(
                     f"the conversation in {self.folder} needs a model {name!r} (it was {origin}); "
                     f"there are {', '.join(models) or 'none'}"
                 )
-            if name in empty:  # it has read nothing yet
+            if "weights" not in facts:  # it has read nothing yet
                 continue
             found = describe(models[name])
             for field in ("fingerprint", "quantization", "cache_dtype", "weights"):
@@ -266,9 +266,16 @@ class Saved:
         with self._believed():
             for entry in self._facts["translators"]:
                 self._check_translator(exchange, **entry)
-            for name, entry in self._facts["lines"].items():
-                held = self._read(entry["file"], entry["sha256"]) if "file" in entry else {}
-                exchange.lines[name].restore(entry["facts"], held)
+            arrays = self._arrays(self._facts["file"], self._facts["sha256"])
+
+            def array(found: dict[str, Any]) -> Any:
+                return arrays[found[ARRAY]] if set(found) == {ARRAY} else found
+
+            lines = json.loads(self._facts["lines"], object_hook=array)
+            for name, facts in lines.items():
+                line = exchange.lines[name]
+                line.restore(facts)
+                validate_cache(line.cache, line.model, len(line))
             exchange.active = self._facts["active"]
             tokens = {name: line.tokens for name, line in exchange.lines.items()}
             what = f"conversation in {self.folder.parent}"
@@ -293,7 +300,7 @@ class Saved:
                 )
             )
 
-    def _read(self, file: str, sha256: str) -> dict[str, mx.array]:
+    def _arrays(self, file: str, sha256: str) -> dict[str, mx.array]:
         if not OURS.fullmatch(file):
             raise self._damaged(FACTS, f"it names a file {file!r}")
         try:

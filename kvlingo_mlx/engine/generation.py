@@ -69,7 +69,6 @@ def stream_generate(
     max_tokens, drafts = known.get("max_tokens", 256), known.get("num_draft_tokens", 2)
     check_max_tokens(max_tokens)
     request = HandoverRequest.of(known)
-    heal, doubt = request.heal, request.on_doubt
     # mlx-lm's options for a quantised cache
     decode_options = {n: known[n] for n in DECODE_OPTIONS if "kv_bits" in known and n in known}
 
@@ -78,15 +77,15 @@ def stream_generate(
             if model is not None:
                 group = decode_options.get("kv_group_size", 64)
                 check_bits(model, decode_options["kv_bits"], group)
-        if heal is not None:
-            _check_healing(plan, f"heal is {heal!r}", decode_options)
-        elif request.guard and doubt == guarding.HEAL:
+        if request.heal is not None:
+            _check_healing(plan, f"heal is {request.heal!r}", decode_options)
+        elif request.guard and request.on_doubt == guarding.HEAL:
             _check_healing(plan, "on_doubt is 'heal'", decode_options)
         if plan.draft is not None:
             check_drafting(plan.target, plan.draft, plan.tokens, max_tokens)
 
     plan = prepare(prefill_model, decode_model, prompt, request, check)
-    turn = OneTurn(plan, heals=heal is not None, share=request.heal_share, on_doubt=doubt)
+    turn = OneTurn(plan, request)
     yield from turn.answered(choice, max_tokens, request.tools, decode_options, drafts)
 
 

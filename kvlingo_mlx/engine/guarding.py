@@ -22,6 +22,7 @@ from kvlingo_mlx.models.hidden import logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
 
 WARN, HEAL, REREAD = "warn", "heal", "reread"  # what may be done about a translation in doubt
+Read = tuple[LanguageModel, mx.array]  # a model, and its hidden states (T, width) of some tokens
 
 
 @dataclass(frozen=True)
@@ -41,32 +42,17 @@ class Guarded:
         )
 
 
-class Watch:
-    """Keeps both models' hidden states of the last ``tokens`` of a prompt, to compare them.
+def predictions(*read: Read) -> list[mx.array]:
+    """The log probabilities (T, vocabulary) of two models for the token after each of these."""
+    logits = [logits_of(model, hidden) for model, hidden in read]
+    rows = min(each.shape[-1] for each in logits)  # a vocabulary may be padded differently
+    return [nn.log_softmax(each[:, :rows]) for each in logits]
 
-    Each model's hidden states (T, width) predict the token after each of these.
-    """
 
-    def __init__(self, source: LanguageModel, target: LanguageModel, tokens: int) -> None:
-        self.tokens, self._models = tokens, (source, target)
-        self._hidden: dict[str, mx.array] = {}
-
-    def keep(self, role: str, hidden: mx.array) -> None:
-        """Keep the hidden states of the ``"source"`` or ``"target"``, which are evaluated."""
-        self._hidden[role] = hidden
-
-    def predictions(self) -> tuple[mx.array, mx.array]:
-        """The log probabilities (T, vocabulary) of both models; the hidden states are let go of."""
-        hidden = [self._hidden.pop(role) for role in ("source", "target")]
-        logits = [logits_of(m, h) for m, h in zip(self._models, hidden, strict=True)]
-        rows = min(each.shape[-1] for each in logits)  # a vocabulary may be padded differently
-        source, target = (nn.log_softmax(each[:, :rows]) for each in logits)
-        return source, target
-
-    def divergence(self) -> float:
-        """KL(source || target) of the next token, in nats, the mean over the tokens."""
-        source, target = self.predictions()
-        return float(np.array((mx.exp(source) * (source - target)).sum(axis=-1).mean()))
+def divergence(source: Read, target: Read) -> float:
+    """KL(source || target) of the next token, in nats, the mean over the tokens that both read."""
+    ours, theirs = predictions(source, target)
+    return float(np.array((mx.exp(ours) * (ours - theirs)).sum(axis=-1).mean()))
 
 
 def judged(config: TranslatorConfig, divergence: float, tokens: int, prefix: int) -> Guarded:

@@ -117,10 +117,15 @@ class Line:
     def copy(self) -> Self:
         """An independent copy, which takes no memory until one of the two lines writes."""
         made = copy.copy(self)
-        made._caches = [caches.shared(cache) for cache in self._caches]
-        made.tokens, made._marks = [*self.tokens], [*self._marks]
+        made._caches, made._marks = self._shared()
+        made.tokens = [*self.tokens]
         made.native, made._behind = Recording([*self.native.parts]), None
         return made
+
+    def _shared(self) -> tuple[list[Any], list[Mark]]:
+        """Copies of its caches and marks, which share their arrays."""
+        marks = [(n, [c and caches.shared(c) for c in rings]) for n, rings in self._marks]
+        return list(map(caches.shared, self._caches)), marks
 
     def common(self, tokens: Sequence[int]) -> int:
         """The number of leading tokens that the line shares with ``tokens``."""
@@ -153,12 +158,6 @@ class Line:
         held = {id(array): array.nbytes for array in caches.arrays(self.resident)}
         return sum(held.values()) + away
 
-    def arrays(self) -> dict[str, mx.array]:
-        """The arrays of the line's caches and marks by name, wherever they are."""
-        if self._away is not None:
-            return self._away.take()
-        return {name: caches.held(cache)[part] for name, cache, part in self._places()}
-
     def _places(self) -> Iterator[tuple[str, Any, str]]:
         """A name for each array, the cache it belongs to, and its name there."""
         marked = [(f"mark{index}.", listed) for index, (_, listed) in enumerate(self._marks)]
@@ -174,10 +173,10 @@ class Line:
             self._return()
         if self._away is None and self.tokens:
             self._behind = None
-            self._away = PUT[place](self.arrays())
-            # Copies, since a branch may hold the caches themselves.
-            self._caches = [caches.shared(cache) for cache in self._caches]
-            self._marks = [(n, [c and caches.shared(c) for c in rings]) for n, rings in self._marks]
+            held = {name: caches.held(cache)[part] for name, cache, part in self._places()}
+            self._away = PUT[place](held)
+            # Copies, since a mark may hold the caches themselves.
+            self._caches, self._marks = self._shared()
             for _, cache, part in self._places():
                 caches.put_part(cache, part, None)
             self._settle()
@@ -554,51 +553,39 @@ class Line:
     # ---- as numbers -----------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Everything except the arrays, for JSON."""
-        marks = [
-            {"length": length, "caches": [cache and caches.numbers(cache) for cache in marked]}
-            for length, marked in self._marks
-        ]
+        """Everything, for JSON, in which something else stands for each array."""
         return {
             "tokens": self.tokens,
             "counted": self.counted,
             "spans": [vars(span) for span in self.spans],
-            "caches": [caches.numbers(cache) for cache in self._caches],
-            "marks": marks,
+            "caches": [vars(cache) for cache in self.cache],
+            "marks": [(n, [cache and vars(cache) for cache in held]) for n, held in self._marks],
             "native": self.native.facts(),
         }
 
-    def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
-        """Become the line of an equal model that gave ``facts``, its arrays and its records'.
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Become the line of an equal model that gave ``facts``.
 
         Raises:
             ValueError, KeyError, TypeError: They do not fit together, or do not fit this model.
         """
         self.clear()
-
-        def one(prefix: str, layer: int, known: Mapping[str, int]) -> Any:
-            if not facts["tokens"]:
-                return self._caches[layer]
-            names = caches.names(self._caches[layer])
-            found = {name: arrays[f"{prefix}{layer}.{name}"] for name in names}
-            return caches.restored(self.model, layer, known, found)
-
-        numbers = list(enumerate(facts["caches"]))
-        made = [one("", layer, known) for layer, known in numbers]
-        tokens, spans = list(facts["tokens"]), [Span(**known) for known in facts["spans"]]
-        lengths = [cache.offset for cache in made if not caches.is_recurrent(cache)]
-        if len(made) != len(self._caches) or set(lengths) != {len(tokens)}:
-            raise ValueError(f"{len(tokens)} tokens, but caches of {lengths}")
-        for index, mark in enumerate(facts["marks"]):
-            marked = [
-                None if known is None else one(f"mark{index}.", layer, known)
-                for layer, known in enumerate(mark["caches"])
-            ]
-            self._marks.append((mark["length"], marked))
-        self._caches, self.tokens, self.spans = made, tokens, spans
-        self.counted = int(facts["counted"])
-        self.native.restore(facts["native"], arrays)
+        self._caches = self._with(facts["caches"])
+        self._marks = [(length, self._with(held)) for length, held in facts["marks"]]
+        self.tokens, self.counted = facts["tokens"], facts["counted"]
+        self.spans = [Span(**known) for known in facts["spans"]]
+        self.native.restore(facts["native"])
         self._settle()
+
+    def _with(self, attributes: Sequence[Mapping[str, Any] | None]) -> list[Any]:
+        """Caches with these attributes, and None where there are none."""
+        made = self._empty()
+        for layer, known in enumerate(attributes):
+            if known is None:
+                made[layer] = None
+            else:
+                vars(made[layer]).update(known)
+        return made
 
 
 class Given:

@@ -3,7 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -12,7 +12,7 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.engine import guarding
 from kvlingo_mlx.engine.clock import Clock
-from kvlingo_mlx.engine.guarding import Guarded, Watch
+from kvlingo_mlx.engine.guarding import Guarded
 from kvlingo_mlx.engine.healing import HEAL_SHARE, Interleaved
 from kvlingo_mlx.engine.line import Line, Source, Steps
 from kvlingo_mlx.engine.sampling import Choice
@@ -25,33 +25,34 @@ from kvlingo_mlx.translators.base import Translator
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step of a plan: the positions up to ``stop`` are read, or taken over from ``source``.
-
-    Between two tokenizers, ``alignment`` says which source tokens stand for these positions.
-    ``watch`` keeps what the model makes of a step that it reads. Of what it takes over, it then
-    reads the positions ``amid`` itself.
-    """
-
-    stop: int
-    source: Source | None = None
-    alignment: TokenAlignment | None = None
-    watch: Watch | None = None
-    amid: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
 class Look:
     """The positions that a guard compares: a line reads them, and its ``source`` too.
 
-    ``prefix`` is the number of tokens that count as the translated prompt's length.
+    ``prefix`` is the number of tokens that count as the translated prompt's length. ``heard`` gets
+    the line's own hidden states.
     """
 
     source: Line
     start: int
     stop: int
-    watch: Watch
     prefix: int
+    heard: list[mx.array] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a plan: the positions up to ``stop`` are read, or taken over from ``source``.
+
+    Between two tokenizers, ``alignment`` says which source tokens stand for these positions.
+    ``look`` compares what the models make of a step that is read. Of what it takes over, a line
+    then reads the positions ``amid`` itself.
+    """
+
+    stop: int
+    source: Source | None = None
+    alignment: TokenAlignment | None = None
+    look: Look | None = None
+    amid: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,6 @@ class LineSet(ABC):
         tokens: Sequence[int],
         clock: Clock,
         mark: int | None = None,
-        look: Look | None = None,
     ) -> Generator[None, None, tuple[list[Step], int, Guarded | None]]:
         """Keep a line's first ``kept`` tokens, append the steps, and judge the translation.
 
@@ -147,7 +147,7 @@ class LineSet(ABC):
             line.trim(kept)
         clock.lap("prepare")
         yield from self.grow(line, steps, tokens, mark, clock)
-        found = None
+        found, look = None, next((step.look for step in steps if step.look), None)
         if look is not None:
             found = self._judged(line, look, tokens, clock)
             clock.lap("guard")
@@ -183,7 +183,7 @@ class LineSet(ABC):
     def take(self, line: Line, step: Step, tokens: Sequence[int], clock: Clock | None) -> Steps:
         """Append one step to a line; with a ``clock``, it is waited for and timed."""
         if step.source is None:
-            hidden = functools.partial(step.watch.keep, "target") if step.watch else None
+            hidden = None if step.look is None else step.look.heard.append
             yield from line.read(tokens[len(line) : step.stop], self.step_size, hidden)
             if clock is not None:
                 clock.lap(self.own_phase)
@@ -205,7 +205,7 @@ class LineSet(ABC):
         A line with rings takes nothing over from another tokenizer and needs no mark there. Nor
         is it guarded.
         """
-        if step.alignment is not None or step.watch is not None:
+        if step.alignment is not None or step.look is not None:
             return False
         inside = len(line) < mark < step.stop
         return inside and (step.source is None or self.reaches(step.source, line, mark))
@@ -217,9 +217,9 @@ class LineSet(ABC):
     def _judged(self, line: Line, look: Look, tokens: Sequence[int], clock: Clock) -> Guarded:
         """What a guard finds; warns, or lets the line read behind its translation, as asked."""
         config = self.translator(look.source, line).config
-        self.source_reads(look, tokens, clock)
+        theirs = look.source.model, self.source_reads(look, tokens, clock)
         with working():
-            own = look.watch.divergence()
+            own = guarding.divergence(theirs, (line.model, look.heard[0]))
             divergence = self.group.firsts(lambda: own)
         found = guarding.judged(config, divergence, look.stop - look.start, look.prefix)
         self.doubted -= {line.name}
@@ -229,10 +229,9 @@ class LineSet(ABC):
             guarding.warn(config, found)
         return found
 
-    def source_reads(self, look: Look, tokens: Sequence[int], clock: Clock) -> None:
-        """Let a guard's source read the compared tokens; its line stays what it is."""
-        found = look.source.hidden_beside(tokens[look.start : look.stop], look.start)
-        look.watch.keep("source", found)
+    def source_reads(self, look: Look, tokens: Sequence[int], clock: Clock) -> mx.array:
+        """What a guard's source makes of the compared tokens; its line stays what it is."""
+        return look.source.hidden_beside(tokens[look.start : look.stop], look.start)
 
     def gave_up(self) -> None:  # noqa: B027
         """Note that a line reads what was translated for it."""

@@ -1,4 +1,4 @@
-"""What the lines of other tokenizers hold of a conversation, and can offer to one line."""
+"""What lines hold of a conversation, and can offer to one line."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,12 +8,11 @@ import numpy as np
 
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.reading import Reading
+from kvlingo_mlx.engine.recording import Run
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.tokenization.alignment import Cuts, TokenAlignment, align
 from kvlingo_mlx.tokenization.renderings import Rendering
 
-Offers = tuple[Sequence["Offer"], Sequence["Offer"]]  # offers, and those without a translator
-Run = tuple[int, int]  # positions from the first up to, not including, the second
 EMPTY = np.zeros((0, 4), np.int64)
 
 
@@ -32,11 +31,46 @@ class Offer:
 
     source: Line  # the line
     groups: np.ndarray  # (G, 4) as in ``TokenAlignment``
+    alike: bool = False  # whether both have one tokenizer, so that its one group may be divided
 
     def since(self, position: int) -> TokenAlignment | None:
         """The groups from a target position on, or None if there are none."""
-        groups = self.groups[self.groups[:, 2] >= position]
+        groups = np.maximum(self.groups, position) if self.alike else self.groups
+        groups = groups[(groups[:, 2] >= position) & (groups[:, 2] < groups[:, 3])]
         return TokenAlignment(groups) if len(groups) else None
+
+    def holds(self, position: int) -> bool:
+        """Whether a target position lies between its first and its last."""
+        return bool(self.groups[0, 2] <= position < self.groups[-1, 3])
+
+
+def alike(one: Line, other: Line) -> bool:
+    """Whether two lines' models have one tokenizer."""
+    return one.model.tokenizer_fingerprint == other.model.tokenizer_fingerprint
+
+
+def offers_of(
+    source: Line,
+    line: Line,
+    tokens: Sequence[int],
+    begun: int,
+    known: Known | None,
+    runs: Sequence[Run],
+) -> list[Offer]:
+    """What one line offers of another line's ``tokens``, of which that one has ``begun`` already.
+
+    ``runs`` are the source's positions that can be given, in order and apart; of one tokenizer
+    among the tokens that both share. Between two tokenizers only messages' contents count, which
+    alone they have in common.
+    """
+    if alike(source, line):
+        return [Offer(source, np.array([[*r, *r]]), alike=True) for r in runs if r[0] < r[1]]
+    if known is None:
+        return []
+    target = known.target.rendering(len(tokens))
+    readings = known.others.get(source.model.tokenizer_fingerprint, ())
+    each = (offered(source, reading, target, begun, runs) for reading in readings)
+    return list(itertools.chain(*each))
 
 
 def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray]:
@@ -79,53 +113,41 @@ def offered(
     ]
 
 
-def recorded(line: Line) -> list[Run]:
-    """The positions of which a line keeps the states that its model's projections wrote."""
-    starts, ends = ({getattr(p, side) for p in line.native.parts} for side in ("start", "end"))
-    return list(zip(sorted(starts - ends), sorted(ends - starts), strict=True))
-
-
-def wrote_itself(line: Line) -> list[Run]:
-    """The positions that a line's own model ran."""
-    return [(span.start, span.stop) for span in line.spans if not span.passes]
+def wrote_itself(line: Line, most: int) -> list[Run]:
+    """The positions before ``most`` that a line's own model ran."""
+    return [(span.start, min(span.stop, most)) for span in line.spans if not span.passes]
 
 
 def read_again(line: Line, begun: int, source: Line, known: Known | None) -> int:
-    """The number of tokens from ``begun`` on that a line's model ran, and another's had run too.
-
-    Between two tokenizers only messages' contents count, which alone they have in common.
-    """
+    """The number of tokens from ``begun`` on that a line's model ran, and another's had run too."""
     ran, held = np.zeros((2, len(line)), bool)
-    for start, stop in wrote_itself(line):
+    for start, stop in wrote_itself(line, len(line)):
         ran[max(start, begun) : stop] = True
-    if line.model.tokenizer_fingerprint == source.model.tokenizer_fingerprint:
-        shared = source.common(line.tokens)
-        runs = [(start, min(stop, shared)) for start, stop in wrote_itself(source)]
-    elif known is None:
-        runs = []
-    else:
-        target = known.target.rendering(len(line))
-        given = (
-            offered(source, reading, target, begun, wrote_itself(source))
-            for reading in known.others.get(source.model.tokenizer_fingerprint, ())
-        )
-        runs = [(first, last) for o in itertools.chain(*given) for *_, first, last in o.groups]
-    for start, stop in runs:
-        held[start:stop] = True
+    most = source.common(line.tokens) if alike(source, line) else len(source)
+    runs = wrote_itself(source, most)
+    for offer in offers_of(source, line, line.tokens, begun, known, runs):
+        for *_, start, stop in offer.groups:
+            held[start:stop] = True
     return int((ran & held).sum())
 
 
 def furthest(offers: Sequence[Offer], position: int) -> tuple[Offer, TokenAlignment] | None:
-    """The offer that can be taken up at a target position and reaches furthest."""
+    """The offer that can be taken up at a target position and reaches furthest.
+
+    Those of the same tokenizer go first.
+    """
     found = [
         (offer, rest)
         for offer in offers
         if (rest := offer.since(position)) is not None and rest.target[0] == position
     ]
-    return max(found, key=lambda each: each[1].target[1], default=None)
+    return max(found, key=lambda each: (each[0].alike, each[1].target[1]), default=None)
 
 
-def next_start(offers: Sequence[Offer], position: int) -> int | None:
-    """The first target position after ``position`` at which an offer can be taken up."""
+def next_start(offers: Sequence[Offer], position: int, end: int) -> int:
+    """The first target position after ``position`` at which an offer can be taken up.
+
+    It is ``end`` if there is none.
+    """
     rests = (offer.since(position + 1) for offer in offers)
-    return min((rest.target[0] for rest in rests if rest is not None), default=None)
+    return min((rest.target[0] for rest in rests if rest is not None), default=end)

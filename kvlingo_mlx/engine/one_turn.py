@@ -3,6 +3,7 @@
 import functools
 import secrets
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -13,14 +14,13 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.caches.between import prefill_between
 from kvlingo_mlx.caches.entries import pin
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.engine import guarding
 from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.clock import Clock
-from kvlingo_mlx.engine.guarding import Guarded, Watch
-from kvlingo_mlx.engine.healing import HEAL_SHARE
+from kvlingo_mlx.engine.guarding import Guarded
+from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.line import Given, Line, Source
 from kvlingo_mlx.engine.line_set import LineSet, Look, Step, Switch
-from kvlingo_mlx.engine.plan import Plan
+from kvlingo_mlx.engine.plan import HandoverRequest, Plan
 from kvlingo_mlx.engine.responses import GenerationResponse, Heard
 from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn, tokens_alone
@@ -41,7 +41,7 @@ class OneTurn(LineSet):
 
     Args:
         plan: How the prompt is read.
-        heals, share, on_doubt: As in :class:`~.line_set.LineSet`.
+        request: What was asked for; None for a line of the prompt alone.
         source: What the target's line takes over from, if it exists already.
         clock: Times the phases.
 
@@ -54,16 +54,16 @@ class OneTurn(LineSet):
     def __init__(
         self,
         plan: Plan,
+        request: HandoverRequest | None = None,
         *,
-        heals: bool = False,
-        share: float = HEAL_SHARE,
-        on_doubt: str = guarding.WARN,
         source: Source | None = None,
         clock: Clock | None = None,
     ) -> None:
+        asked = request or HandoverRequest()
         self.plan, self.clock = plan, clock or Clock(plan.loaded_at)
         self.group, self.step_size = plan.group, plan.step_size
-        self.heals, self.heal_share, self.on_doubt = heals, share, on_doubt
+        self.heals, self.heal_share = asked.heal is not None, asked.heal_share
+        self.on_doubt = asked.on_doubt
         self.way, self.own_phase = plan.way, "prefill" if plan.way == "native" else "native"
         self.lines = {TARGET: Line(TARGET, plan.target, records=False)}
         self.source = source_of(plan, self.clock) if source is None else source
@@ -86,34 +86,33 @@ class OneTurn(LineSet):
         return self.plan.native.layers
 
     def gave_up(self) -> None:
-        self.plan = self.plan.alone()
+        self.plan = replace(self.plan, way="native", translator=None, native=Native(), guard=0)
         self.way, self.own_phase = "native", "prefill"
 
-    def source_reads(self, look: Look, tokens: Sequence[int], clock: Clock) -> None:
+    def source_reads(self, look: Look, tokens: Sequence[int], clock: Clock) -> mx.array:
         """Let the source read on, since nobody keeps its line."""
-        source, size = look.source, look.stop - look.start
+        source, heard = look.source, list[mx.array]()
         finished(source.read(tokens[len(source) : look.start], self.step_size))
-        keep = functools.partial(look.watch.keep, "source")
-        finished(source.read(tokens[look.start : look.stop], size, keep))
+        finished(source.read(tokens[look.start : look.stop], look.stop - look.start, heard.append))
         clock.lap("prefill")
+        return heard[0]
 
-    def steps(self, watch: Watch | None = None) -> list[Step]:
-        """The target's head, what is translated, its tail, and what ``watch`` compares."""
-        plan = self.plan
+    def steps(self) -> list[Step]:
+        """The target's head, what is translated, its tail, and what a guard compares."""
+        plan, length, look = self.plan, len(self.plan.prefix), None
         if plan.way == "native":
-            return [Step(len(plan.prefix))]
-        span, length = plan.span, len(plan.prefix)
-        last = length - (watch.tokens if watch else 0)
+            return [Step(length)]
+        span, last = plan.span, length - plan.guard
+        if plan.guard:
+            assert isinstance(self.source, Line)
+            look = Look(self.source, last, length, length)
         taken = Step(span.stop, self.source, amid=plan.native.amid(span))
-        steps = [Step(span.start), taken, Step(last)]
-        steps.append(Step(length, watch=watch))
+        steps = [Step(span.start), taken, Step(last), Step(length, look=look)]
         before = [0, *(step.stop for step in steps)]
         return [step for step, begun in zip(steps, before, strict=False) if step.stop > begun]
 
-    def filled(
-        self, watch: Watch | None = None, look: Look | None = None
-    ) -> Generator[None, None, Guarded | None]:
-        """Grow the target's line; what the guard found of ``look``."""
+    def filled(self) -> Generator[None, None, Guarded | None]:
+        """Grow the target's line; what the guard found."""
         plan, line, found = self.plan, self.target, None
         try:
             if plan.aligned is not None and self.source is not None:
@@ -125,7 +124,7 @@ class OneTurn(LineSet):
                 room = len(plan.prefix) + min(plan.native.middle, plan.step_size)
                 caches.reserve(line.cache, plan.target, room)
                 _, _, found = yield from self.carried_out(
-                    line, self.steps(watch), 0, plan.prefix, self.clock, look=look
+                    line, self.steps(), 0, plan.prefix, self.clock
                 )
         finally:
             if isinstance(self.source, Given):
@@ -163,19 +162,11 @@ class OneTurn(LineSet):
         self.clock.lap("native")
         return cache if aligned.is_identity else pin(cache)
 
-    def look(self, watch: Watch) -> Look:
-        """What a guard compares: the last tokens of the prefix."""
-        length = len(self.plan.prefix)
-        assert isinstance(self.source, Line)
-        return Look(self.source, length - watch.tokens, length, watch, length)
-
     def bring(
         self, name: str, tokens: Sequence[int], mark: int | None = None, known: Any = None
     ) -> Generator[None, None, Switch]:
         """Grow the target's line from the source's, or let the target read the prompt itself."""
-        watch = self.plan.watch()
-        look = None if watch is None else self.look(watch)
-        guarded = yield from self.filled(watch, look)
+        guarded = yield from self.filled()
         if isinstance(self.source, Line):
             self.source.records = False
         self.source = None  # its cache is not held while the target decodes, but for a draft's
@@ -207,7 +198,8 @@ class OneTurn(LineSet):
         decoding = Decoding(choice, tools, quantised or {}, draft, num_draft_tokens)
         progress = AnswerInProgress.to_text(self, TARGET, plan.tokens, plan.header)
         turn = Turn(self, progress, max_tokens, decoding, self.clock.started)
-        heard = Heard(plan.target, lambda: plan.target.tokenizer.decode(plan.tokens), plan.chat)
+        text = functools.partial(plan.target.tokenizer.decode, plan.tokens)
+        heard = Heard(plan.target, text, chat=plan.header is not None)
         steps = turn.answer_by([Part(TARGET)], None, lambda text: (None for _ in ()))
         with wired(plan.target.model):
             for response in tokens_alone(steps, heard):
@@ -247,26 +239,16 @@ def _sent(plan: Plan, clock: Clock) -> stream.Spans:
         )
 
 
-def bring(
-    plan: Plan, clock: Clock | None = None, watch: Watch | None = None, source: Source | None = None
-) -> Line:
+def bring(plan: Plan, clock: Clock | None = None, source: Source | None = None) -> Line:
     """A target's line of a plan's prefix, grown from the source's, and evaluated.
 
-    ``watch`` keeps what both models make of the last tokens. Between two tokenizers the line has
-    caches and no tokens.
+    Between two tokenizers the line has caches and no tokens.
     """
     turn = OneTurn(plan, clock=clock, source=source)
-    finished(turn.filled(watch))
-    if watch is not None and source is None:
-        turn.source_reads(turn.look(watch), plan.prefix, turn.clock)
+    finished(turn.filled())
     return turn.target
 
 
-def take_over(
-    plan: Plan, states: Iterable[KVStates], clock: Clock | None = None, watch: Watch | None = None
-) -> Line:
-    """A target's line of a plan's prefix, from source states that exist already, evaluated.
-
-    ``watch`` keeps what the target makes of the last tokens.
-    """
-    return bring(plan, clock, watch, Given(plan.source, states, len(plan.prefix)))
+def take_over(plan: Plan, states: Iterable[KVStates], clock: Clock | None = None) -> Line:
+    """A target's line of a plan's prefix, from source states that exist already, evaluated."""
+    return bring(plan, clock, Given(plan.source, states, len(plan.prefix)))

@@ -16,7 +16,6 @@ from typing import Any
 from kvlingo_mlx.caches.limits import check_going_back
 from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.engine import guarding
-from kvlingo_mlx.engine.guarding import Watch
 from kvlingo_mlx.engine.healing import LAYERS
 from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.errors import UnsupportedModelError
@@ -74,8 +73,8 @@ class Plan:
     guard: int = 0
     # ``accelerator``; ``native`` where the target reads the prompt itself; ``folded``
     way: str = "accelerator"
-    chat: bool = False  # whether the target's chat template rendered the prompt
-    # What it put before the answer, "" if that is unknown; None for a plain text
+    # What the target's chat template put before the answer, "" if that is unknown; None for a
+    # plain text
     header: str | None = None
     loaded_at: float | None = None  # when both models were loaded, by ``time.perf_counter``
 
@@ -94,20 +93,12 @@ class Plan:
         """The positions of the prefix at which some layer is translated (one tokenizer)."""
         return self.native.translated(len(self.prefix), len(self.target.attentions))
 
-    def watch(self) -> Watch | None:
-        """What keeps both models' hidden states of the last tokens, if they are compared."""
-        return Watch(self.source, self.target, self.guard) if self.guard else None
-
     @property
     def read(self) -> Sequence[int]:
         """The tokens that the source reads, by its own tokenizer."""
         if self.aligned is not None:
             return self.aligned.source_ids[: self.aligned.num_read]
         return self.prefix if self.guard else self.prefix[: self.span.stop]
-
-    def alone(self) -> Plan:
-        """The plan by which the target reads the prompt itself."""
-        return replace(self, way="native", translator=None, native=Native(), guard=0)
 
     @property
     def num_translated(self) -> int:
@@ -147,8 +138,8 @@ def begin(
     header = header_of(target, prompt, **switches) if is_chat(prompt) else None
     step_size = request.prefill_step_size
     return Plan(
-        source, target, tokens, step_size=step_size, draft=draft, chat=is_chat(prompt),
-        header=header, loaded_at=loaded_at,
+        source, target, tokens, step_size=step_size, draft=draft, header=header,
+        loaded_at=loaded_at,
     )  # fmt: skip
 
 

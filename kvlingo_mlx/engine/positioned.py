@@ -111,16 +111,9 @@ class PositionedLine(Line):
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"entries": self.entries}
 
-    def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
+    def restore(self, facts: Mapping[str, Any]) -> None:
         """As of a :class:`Line`; one of stock caches has one entry per token."""
-        super().restore(facts, arrays)
-        self._caches = positioned(self._caches)
+        super().restore(facts)
         self._entries = list(facts.get("entries", range(len(self) + 1)))
-        counts = [count for count in self._entries if count != INSIDE]
-        if (
-            len(self._entries) != len(self) + 1
-            or self._entries[0] != 0
-            or counts != sorted(counts)
-            or any(cache.entries != self._entries[-1] for cache in self._caches)
-        ):
-            raise ValueError(f"{len(self)} tokens, but entries {self._entries[-3:]} at their end")
+        for cache in self._caches:
+            cache.entries = self._entries[-1]

@@ -10,6 +10,8 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.models.states import KVStates, joined
 
+Run = tuple[int, int]  # positions from the first up to, not including, the second
+
 
 @dataclass
 class Recording:
@@ -45,21 +47,21 @@ class Recording:
     def _within(self, start: int, stop: int) -> list[KVStates]:
         return [p for p in self.parts if p.start < stop and p.end > start]
 
-    def reach(self, start: int, most: int, *, kept: bool = False) -> int:
-        """The end of the unbroken states from ``start`` on.
+    def runs(self, most: int, *, kept: bool = False) -> list[Run]:
+        """The positions before ``most`` of which the states are known, in order and apart.
 
-        It is at most ``most``; with ``kept``, a position where the recurrent states are known, or
-        ``start``.
+        With ``kept``, runs end where recurrent states are known.
         """
-        found = start
+        found, end = list[Run](), -1
         for part in self.parts:
             if not kept and not all(array.shape[-1] for array in part.keys):
                 continue  # what went into recurrences was not recorded, since states are mapped
-            if part.start <= start < part.end:
-                start = part.end
-                if start <= most and part.kept:
-                    found = start
-        return found if kept else min(start, most)
+            if part.start != end:
+                found.append((part.start, part.start))
+            end = part.end
+            if not kept or (part.kept and end <= most):
+                found[-1] = found[-1][0], min(end, most)
+        return [(start, stop) for start, stop in found if start < stop]
 
     def one_point(self, start: int, stop: int) -> int:
         """The end, at most ``stop``, of the states from ``start`` on of one capture point."""
@@ -67,51 +69,33 @@ class Recording:
         others = (p.start for p in parts if p.capture != parts[0].capture)
         return min([stop, *others])
 
-    def next_start(self, position: int) -> int | None:
-        """The start of the first part after ``position``, or None."""
-        starts = [part.start for part in self.parts if part.start > position]
-        return min(starts, default=None)
-
     def read(self, start: int, stop: int) -> KVStates:
-        """The states from ``start`` to ``stop``, which is at most :meth:`reach` of ``start``."""
+        """The states from ``start`` to ``stop``, both of one of :meth:`runs`."""
         parts = self._within(start, stop)
         return joined([p.part(max(start, p.start), min(stop, p.end)) for p in parts])
 
-    def arrays(self) -> dict[str, mx.array]:
-        """All arrays by name: part, side, layer."""
-        return {
-            f"native{index}.{side}.{layer}": array
-            for index, part in enumerate(self.parts)
-            for side, arrays in (
-                ("keys", dict(enumerate(part.keys))),
-                ("values", dict(enumerate(part.values))),
-                ("states", part.kept or {}),
-            )
-            for layer, array in arrays.items()
-        }
-
     def facts(self) -> list[dict[str, Any]]:
-        """Everything except the arrays, for JSON."""
+        """Everything, for JSON, in which something else stands for each array."""
         return [
             {
-                "start": part.start,
+                "keys": part.keys,
+                "values": part.values,
                 "capture": part.capture,
-                "layers": len(part.keys),
-                **({"states": list(part.kept)} if part.kept else {}),
+                "start": part.start,
+                "kept": list((part.kept or {}).items()),
             }
             for part in self.parts
         ]
 
-    def restore(self, facts: Sequence[Mapping[str, Any]], arrays: Mapping[str, mx.array]) -> None:
-        """Become the recording with ``facts`` and :meth:`arrays`; KeyError if they disagree."""
-        self.parts = []
-        for index, fact in enumerate(facts):
-            keys, values = (
-                tuple(arrays[f"native{index}.{side}.{n}"] for n in range(fact["layers"]))
-                for side in ("keys", "values")
+    def restore(self, facts: Sequence[Mapping[str, Any]]) -> None:
+        """Become the recording that gave ``facts``."""
+        self.parts = [
+            KVStates(
+                tuple(fact["keys"]), tuple(fact["values"]), fact["capture"], fact["start"],
+                dict(fact["kept"]),
             )
-            kept = {t: arrays[f"native{index}.states.{t}"] for t in fact.get("states", ())}
-            self.parts.append(KVStates(keys, values, fact["capture"], fact["start"], kept))
+            for fact in facts
+        ]  # fmt: skip
 
     @property
     def nbytes(self) -> int:

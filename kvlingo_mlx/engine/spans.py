@@ -89,8 +89,3 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     if a[:shorter] == b[:shorter]:  # eight times as fast as the loop
         return shorter
     return next((i for i in range(shorter) if a[i] != b[i]), shorter)
-
-
-def wrote(spans: Sequence[Span], position: int, length: int) -> bool:
-    """Whether a position is among the first ``length`` and the line's own model wrote it."""
-    return position < length and any(s.start <= position < s.stop and s.passes == 0 for s in spans)

@@ -12,7 +12,7 @@ from typing import Self
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.engine.accounting import Stats, stats_of
 from kvlingo_mlx.engine.exchange import Exchange, Switch
-from kvlingo_mlx.engine.folder import Draft, check_destination, draft
+from kvlingo_mlx.engine.folder import Draft, Saved, check_destination, draft
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.messages import history_of
 from kvlingo_mlx.engine.rules import check_all_can_heal
@@ -279,3 +279,14 @@ class State:
     def draft(self) -> Draft:
         """What :meth:`save` would write now; another thread may write it meanwhile."""
         return draft(self.exchange, self.transcript)
+
+    def restore(self, folder: Path) -> None:
+        """Become the conversation of these models that :meth:`save` wrote.
+
+        Raises:
+            MalformedConversationError, ValueError, IncompatibleTranslatorError: As for
+                :meth:`~.conversation.Conversation.resume`.
+        """
+        saved = Saved(folder)
+        saved.check_models({name: line.model for name, line in self.lines.items()})
+        self.transcript = saved.restore(self.exchange)

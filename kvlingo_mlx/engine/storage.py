@@ -176,7 +176,7 @@ def read_file(path: Path, digest: str) -> Held:
         found = sha256_of(path)
         if found != digest:
             raise KVLingoError(f"{path} is damaged: its sha256 is {found}, expected {digest}")
-        return dict(open_tensors(path)[1])
+        return open_tensors(path)[1]
     except (OSError, MalformedTranslatorError) as error:
         raise KVLingoError(f"{path} cannot be read: {error}") from None
 

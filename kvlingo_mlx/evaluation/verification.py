@@ -12,6 +12,7 @@ import numpy as np
 
 from kvlingo_mlx.embedded.bundled import spelled
 from kvlingo_mlx.engine.fill import take_over
+from kvlingo_mlx.engine.guarding import divergence
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.evaluation import conditions
@@ -36,6 +37,7 @@ from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import recorded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.threads import finished
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
@@ -176,18 +178,16 @@ def usual(
     ``reading`` is what the source wrote of all tokens but the last, if it has read them.
     """
     states, hidden = reading or _read(source, tokens[:-1])
-    found, native = [], Native(native_layers, tail=GUARD)
+    found, native, heard = [], Native(native_layers), list[mx.array]()
     for stop in cuts(len(tokens) - 1):
-        plan = Plan(source, target, list(tokens[: stop + 1]), translator, native, guard=GUARD)
-        watch = plan.watch()
-        assert watch is not None
-        watch.keep("source", hidden[0, stop - GUARD : stop])
-        span = states.part(0, stop - GUARD)
+        begun = stop - GUARD
+        span = states.part(0, begun)
         if translator.config.state_maps:  # after a longer text they are others
-            read = tokens[: stop - GUARD]
-            (span,) = capture.prefill(source, read, len(read), kept=True)
-        take_over(plan, [span], watch=watch)
-        found.append(watch.divergence())
+            (span,) = capture.prefill(source, tokens[:begun], begun, kept=True)
+        prefix = list(tokens[: begun + 1])
+        line = take_over(Plan(source, target, prefix, translator, native), [span])
+        finished(line.read(tokens[begun:stop], GUARD, heard.append))
+        found.append(divergence((source, hidden[0, begun:stop]), (target, heard.pop())))
     return found
 
 

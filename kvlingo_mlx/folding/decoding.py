@@ -206,10 +206,10 @@ class FoldedTurn(OneTurn):
     """A turn whose target decodes from the source's own cache."""
 
     def __init__(self, plan: Plan, request: FoldedRequest) -> None:
-        super().__init__(plan)
+        super().__init__(plan, request)
         self._request = request
 
-    def filled(self, watch: Any = None, look: Any = None) -> Steps:
+    def filled(self) -> Steps:
         plan = self.plan
         self.target.hold([], None, _folded(plan, [plan.tokens], self._request, self.clock))
         yield from ()

@@ -56,8 +56,7 @@ class SessionStore:
     """All conversations, and the memory that they may take beside the models.
 
     Args:
-        blank: An empty conversation, from which those that come back from disk get their
-            translators.
+        blank: An empty conversation, of which those that come back from disk are branches.
         translators: The bytes of the translators in memory.
 
     Raises:
@@ -71,7 +70,6 @@ class SessionStore:
         self.budget = math.inf if free is None else free
         self.sessions: list[Session] = []
         self._pool, self._blank, self._translators = pool, blank, translators
-        self._options = conversing(len(pool.all), settings)
         # Conversations on disk are found again by servers that are told the same of these.
         paths = {name: each.path for name, each in pool.all.items()}
         self._mine = {"models": paths, "verbatim": settings.verbatim, "keys of": KEYS_OF}
@@ -266,21 +264,15 @@ class SessionStore:
     def back(self, session: Session) -> bool:
         """Bring a session back from disk; False, and it is forgotten, if it is lost or outdated."""
         assert session.folder is not None
-        directions = self._blank.exchange.directions
-        options = dict(self._options)
-        if directions.loaded:
-            options["translators"] = list(directions.loaded.values())
+        conversation = self._blank.branch()
         try:
             with self._pool.asleep():
-                session.conversation = Conversation.resume(
-                    session.folder, self._pool.models, **options
-                )
+                conversation.restore(session.folder)
         except LOST as error:
             log.warning("a conversation on disk is lost (%s); it will be read anew", error)
             self._drop(session)
             return False
-        session.conversation.exchange.use(directions)
-        session.messages = [dict(message) for message in session.conversation.messages]
+        session.conversation, session.messages = conversation, conversation.messages
         return True
 
     def tidy(self) -> None:

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.engine.guarding import Watch
+from kvlingo_mlx.engine.guarding import divergence
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.format.tensor_file import Weights
@@ -253,12 +253,11 @@ def test_a_receipt_maps_the_state_at_each_cut(pairs: Any, translators: Any, rule
     found = verification.usual(source, target, translators[rule], tokens)
     stops, wanted = cuts(len(tokens) - 1), list[float]()
     for stop in stops:
-        watch, begun = Watch(source, target, GUARD), stop - GUARD
+        begun = stop - GUARD
         both = (
-            native(source, tokens[:begun], 64),
-            kv.hand_over(source, target, tokens[: begun + 1], translator=translators[rule]),
+            (source, native(source, tokens[:begun], 64)),
+            (target, kv.hand_over(*pairs[rule], tokens[: begun + 1], translator=translators[rule])),
         )
-        watch.keep("source", hidden_states(source, tokens[begun:stop], both[0]))
-        watch.keep("target", hidden_states(target, tokens[begun:stop], both[1]))
-        wanted.append(watch.divergence())
+        read = [(model, hidden_states(model, tokens[begun:stop], cache)) for model, cache in both]
+        wanted.append(divergence(*read))
     assert len(stops) == 4 and found == pytest.approx(wanted, rel=1e-4)

@@ -21,6 +21,7 @@ from kvlingo_mlx.engine import folder as folders
 from kvlingo_mlx.engine import storage
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.machines import digest_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished
 from tests.support import TESTS, tiny
@@ -51,6 +52,10 @@ def equal(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def in_numpy(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32))
+
+
 def resume(folder: Path, model: LanguageModel, **options: Any) -> Conversation:
     same = identity_of(model, capture=model.family.points[0])
     return Conversation.resume(folder, {"a": model, "b": model}, [same], **options)
@@ -58,7 +63,9 @@ def resume(folder: Path, model: LanguageModel, **options: Any) -> Conversation:
 
 def written(line: Line) -> dict[str, np.ndarray]:
     """Copies of what a line's caches hold, and its marks."""
-    return {name: np.array(a.astype(mx.float32)) for name, a in line.arrays().items()}
+    assert line.cache
+    held = {name: caches.held(cache)[part] for name, cache, part in line._places()}
+    return {name: in_numpy(array) for name, array in held.items()}
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "granitemoehybrid in 16 bits"])
@@ -71,7 +78,7 @@ def test_lines_on_disk_come_back_bit_by_bit(
     talk = talk_of(model, verbatim=True)
     talk.reply("a", LONG, max_tokens=NEW)
     line = talk.lines["a"]
-    kinds = {array.dtype for array in line.arrays().values()}
+    kinds = {array.dtype for array in caches.arrays(line.cache)}
     assert kinds == {mx.float32, *([mx.bfloat16] if half else [])}
     before, nbytes = written(line), line.cache_bytes
     assert not half or any(name.startswith("mark") for name in before)
@@ -95,10 +102,18 @@ def test_lines_on_disk_come_back_bit_by_bit(
     assert back.messages == talk.messages and back.transcript.tokens == talk.transcript.tokens
     for name, line in talk.lines.items():
         assert back.lines[name].tokens == line.tokens and back.lines[name].spans == line.spans
-        assert back.lines[name].native.facts() == line.native.facts()
         before, after = written(line), written(back.lines[name])
         assert after.keys() == before.keys()
         equal(list(after.values()), list(before.values()))
+        parts = zip(back.lines[name].native.parts, line.native.parts, strict=True)
+        for ours, theirs in parts:
+            assert (ours.start, ours.end, ours.capture) == (
+                theirs.start,
+                theirs.end,
+                theirs.capture,
+            )
+            assert list(ours.kept or ()) == list(theirs.kept or ())
+            equal(list(map(in_numpy, ours.arrays)), list(map(in_numpy, theirs.arrays)))
 
 
 def test_eight_bits_round_once_to_half_a_step(model: LanguageModel) -> None:
@@ -306,23 +321,30 @@ def test_a_damaged_folder_is_refused(model: LanguageModel, tmp_path: Path) -> No
     resume(folder, model)
     facts = json.loads((folder / "conversation.json").read_text())
     changes: tuple[tuple[Callable[[Any], Any], str], ...] = (
-        (lambda f: f.update(version=3), "is of format version 3; this version reads 5"),
+        (lambda f: f.update(version=3), "is of format version 3; this version reads 6"),
         (lambda f: f.update(format="x"), "it is no kvlingo-conversation"),
+        (lambda f: f.update(active="b"), "its digest is another one"),
+        (lambda f: f.pop("digest"), "its digest is another one"),
+    )
+    # A stranger may give what he made a digest that fits.
+    forged: tuple[tuple[Callable[[Any], Any], str], ...] = (
         (lambda f: f.pop("lines"), "KeyError: 'lines'"),
-        (lambda f: f["lines"]["a"]["facts"]["tokens"].pop(), "tokens, but caches of"),
-        (lambda f: f["lines"]["a"]["facts"]["caches"][0].update(offset=999), "holds 256 tokens"),
-        (lambda f: f["lines"]["a"].update(file="../x"), "names a file"),
-        (lambda f: f["lines"]["a"].pop("sha256"), "KeyError"),
+        (lambda f: f.update(lines=f["lines"].replace('"tokens": [', '"tokens": [1, ')), "it ends"),
+        (lambda f: f.update(lines=f["lines"].replace('"offset": ', '"offset": 9')), "it ends"),
+        (lambda f: f.update(file="../x"), "names a file"),
         (lambda f: f["transcript"].pop("states"), "KeyError: 'states'"),
     )
-    for change, message in changes:
+    for change, message in (*changes, *forged):
         changed = json.loads(json.dumps(facts))
         change(changed)
+        if (change, message) in forged:
+            del changed["digest"]
+            changed["digest"] = digest_of(changed)
         (folder / "conversation.json").write_text(json.dumps(changed))
         with pytest.raises(kv.MalformedConversationError, match=message):
             resume(folder, model)
     (folder / "conversation.json").write_text(json.dumps(facts))
-    (file,) = folder.glob("line-0.*")
+    (file,) = folder.glob("lines.*")
     spoil(file)
     with pytest.raises(kv.MalformedConversationError, match="is damaged: its sha256 is"):
         resume(folder, model)
@@ -358,7 +380,7 @@ def test_an_interrupted_save_leaves_the_old_conversation(
     with monkeypatch.context() as patch:
         for room, name in ((os, "replace"), (folders, "write_file")):
             patch.setattr(room, name, cut(getattr(room, name)))
-        for at in (1, 2, 3):  # the first line's file, the second one's, the facts
+        for at in (1, 2):  # the lines' file, the facts
             for where in (folder, tmp_path / "new"):
                 left[0] = at
                 with pytest.raises(KeyboardInterrupt):
@@ -366,7 +388,8 @@ def test_an_interrupted_save_leaves_the_old_conversation(
             assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
             assert not (tmp_path / "new").exists()
     assert resume(folder, model).messages == said
-    assert len(list(talk.save(folder).iterdir())) == 1 + 2  # over the old one
+    (folder / f"line-0.{'0' * 16}.safetensors").write_bytes(b"")  # of version 5
+    assert len(list(talk.save(folder).iterdir())) == 1 + 1  # over the old one
     assert resume(folder, model).messages == talk.messages
     mine = tmp_path / "mine"
     mine.mkdir()

@@ -376,13 +376,13 @@ def test_a_damaged_conversation_is_read_anew(tmp_path: Path) -> None:
     history = [user("Anna lives in Rome. " * 20)]
     told = clients.one("large", history)
     clients.engine.close()
-    (file,) = (tmp_path / "kept").glob("*/line-0.*")
+    (file,) = (tmp_path / "kept").glob("*/lines.*")
     blob = bytearray(file.read_bytes())
     blob[-9] ^= 1
     file.write_bytes(bytes(blob))
     again = zoo_clients(tmp_path)
     assert again.one("large", history).text == told.text
-    assert not list((tmp_path / "kept").glob("*/line-0.*"))
+    assert not list((tmp_path / "kept").glob("*/lines.*"))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class Client:
         except ValueError:
             raise self.odd("does not answer in JSON") from None
 
-    def stream(self, order: Order | None, most: int) -> Generator[bytes]:
+    def stream(self, order: Order | None, most: int) -> Generator[bytes, None, None]:
         """The chunks of an order, or without one the server's facts, each of at most so many bytes.
 
         Raises:
@@ -105,7 +105,7 @@ class Client:
             f"{self.address} {what}; is it a `kvlingo-mlx serve-prefill` of version {__version__}?"
         )
 
-    def _payloads(self, order: Order | None, most: int) -> Generator[bytes]:
+    def _payloads(self, order: Order | None, most: int) -> Generator[bytes, None, None]:
         """What one connection brings.
 
         Raises:

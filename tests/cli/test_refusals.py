@@ -97,8 +97,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     "tune tiny-qwen3-s tiny-qwen3-l --limit 1": [
         ("--native-layers 0,9", "--native-layers is '0,9'; give numbers from 0 to "),
-        ("--max-kl -1", "--max-kl is -1.0; give 0 or more"),
-        ("--min-recall 95", "--min-recall is 95.0; give 0 to 1, a share"),
+        ("--max-kl -1", "--max-kl is -1.0; give a number, 0 or more"),
+        ("--min-recall 95", "--min-recall is 95.0; give a share from 0 to 1"),
         ("--max-kl 1", "is no folder of yours, so nothing can be kept in it"),
         ("--data {unmarked}", "record 1: its last reply does not hold 'off'"),
     ],

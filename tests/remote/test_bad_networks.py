@@ -274,6 +274,23 @@ def test_a_reader_that_fails_is_told(
         hand(kv.connect(server.address))
 
 
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Chunks are made slowly while the event is cleared."""
+    from kvlingo_mlx.serving import reader
+
+    packed, free = reader.packed, threading.Event()
+    free.set()
+
+    def made(*given: Any) -> bytes:
+        free.wait(0.3)
+        return packed(*given)
+
+    monkeypatch.setattr(reader, "packed", made)
+    yield free
+    free.set()
+
+
 def begun(source: Any, session: str) -> Iterator[bytes]:
     """The chunks of an order of fifty chunks."""
     wanted = {"keys.0": 0, "values.0": 0}
@@ -281,31 +298,36 @@ def begun(source: Any, session: str) -> Iterator[bytes]:
     return client.Client(source.client.address).stream(order, 10**6)
 
 
-def test_jobs_take_turns_and_there_is_a_limit(ends: tuple[Any, Any, Any], hand: Hand) -> None:
+def test_jobs_take_turns_and_there_is_a_limit(
+    ends: tuple[Any, Any, Any], hand: Hand, slowly: threading.Event
+) -> None:
     own = hand(ends[0])
     with offered(ends[0], jobs=2) as server:
         source = kv.connect(server.address)
         with ThreadPoolExecutor(2) as pool:
             assert all(equal(own, each) for each in pool.map(hand, [source, source]))
         until(lambda: not server.jobs)
+        slowly.clear()
         x, y = (begun(source, name) for name in "xy")
         first = [next(x), next(y)]
         assert len(server.jobs) == 2 and first[0] == first[1]
         with pytest.raises(RemoteModelError, match="has no room for this: 2 jobs are read already"):
             hand(kv.connect(server.address, patience=0.5))
         x.close()  # whose job makes room
+        slowly.set()
         assert equal(own, hand(source))
         assert len(list(y)) == 49
 
 
 def test_jobs_without_a_connection_go(
-    ends: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch, slowly: threading.Event
 ) -> None:
     """A client that vanished holds no caches for long."""
     from kvlingo_mlx.serving import reader
 
     monkeypatch.setattr(reader, "IDLE_S", 0.3)
     with offered(ends[0], jobs=1) as server:
+        slowly.clear()
         chunks = begun(kv.connect(server.address), "x")
         next(chunks)
         assert len(server.jobs) == 1

@@ -15,6 +15,7 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
+from kvlingo_mlx.embedded import bundled as bundled_module
 from kvlingo_mlx.embedded.bundled import NAME, bundled
 from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.evaluation.verification import map_error, verdict
@@ -91,9 +92,10 @@ def test_verify_with_models(embedded: Path, capsys: Printed) -> None:
 
 
 def test_a_stored_translator_without_a_receipt_keeps_the_measured_one(
-    embedded: Path, store: Path, capsys: Printed
+    embedded: Path, store: Path, capsys: Printed, monkeypatch: Patch
 ) -> None:
     """Not one that lies elsewhere, and not where there is one already."""
+    monkeypatch.setattr(bundled_module, "COUNT", 2)
     config, weights = translator_folder.read(embedded)
     bare = replace(config, provenance={"made_by": "me"})
     for folder in (embedded, store / "mine"):

@@ -27,7 +27,7 @@ from tests.support.engines import Clients, Told
 from tests.support.real_templates import CALL, IM, THINK, Writer, reference, rendered, write_real
 
 Message = dict[str, Any]
-SEQUENCES = 100 * int(os.environ.get("KVLINGO_EXAMPLES", "1"))  # more of them by hand
+SEQUENCES = 50 * int(os.environ.get("KVLINGO_EXAMPLES", "1"))  # more of them by hand
 FIRST = int(os.environ.get("KVLINGO_FIRST", "0"))  # the first one's number
 TOGETHER = 25  # sequences of one server
 CUT = "cut"  # the thought of an answer that ended behind its first mark

@@ -212,7 +212,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--tasks mt_bench_101", "a model judges the answers of mt_bench_101; add --judge"),
         ("--tasks quac -c task_data=boolq=x",
          "--task-data has no effect where it names no task of --tasks"),
-        ("--tasks quac -c metadata=[1]", "metadata is '[1]'; give a JSON object"),
+        ("--tasks quac -c metadata=[1]", "metadata is [1]; give a JSON object"),
         ("--tasks needles --max-tokens 0", "--max-tokens is 0"),
         ("--tasks quac --switch-at end", "--switch-at is 'end'; give one or more of"),
         ("--tasks quac --switch-at trace", "without --thinking no reasoning is written"),

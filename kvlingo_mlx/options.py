@@ -221,7 +221,6 @@ def option(
     help: str,
     *flags: str,
     kind: Kind | None = None,
-    read: Callable[[Any], Any] | None = None,
     word: bool = False,
     secret: bool = False,
 ) -> Any:
@@ -232,11 +231,10 @@ def option(
         help: What it does; empty where the command line does not have it.
         flags: How it is typed there, if not by its name.
         kind: The values that it takes.
-        read: Makes a value of the text that is typed there, if the kind does not.
         word: Whether it is typed there as a word, without a flag.
         secret: Whether what shows the group leaves it out.
     """
-    read = read or (kind.read if kind else None)
+    read = kind.read if kind else None
     facts = {"help": help, "flags": flags, "kind": kind, "read": read, "word": word}
     return field(default=MISSING if default is ... else default, metadata=facts, repr=not secret)
 

@@ -21,7 +21,6 @@ from kvlingo_mlx.options import (
     HealOptions,
     Need,
     SamplingOptions,
-    layers_of,
     off,
     one_of,
     option,
@@ -82,7 +81,7 @@ class ChatOptions(WritingOptions, HealOptions, GuardOptions):
     sharded: list[str] | None = None
     resume: str | None = option(None, "Go on with the conversation saved in this folder.")
     save: str | None = option(None, "Save the conversation to this folder at the end.")
-    native_layers: str | None = option(None, NATIVE_LAYERS, kind=LAYERS, read=layers_of)
+    native_layers: int | str | None = option(None, NATIVE_LAYERS, kind=LAYERS)
     thinking: bool | None = None
     verbatim: bool | None = option(None, "Keep earlier turns as written, thinking included.")
     allow_mismatch: bool = False

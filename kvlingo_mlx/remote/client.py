@@ -138,7 +138,8 @@ class Client:
                     told = "sends an answer that is damaged (its sha256 is another one)"
                     raise _DamagedError(told)
                 if kind == frames.FAILED:
-                    raise RemoteModelError(printable(payload.decode(errors="replace")))
+                    told = payload.decode(errors="replace")
+                    raise RemoteModelError(printable(f"{self.address}: {told}"))
                 if kind == frames.CHUNK:
                     yield payload
 

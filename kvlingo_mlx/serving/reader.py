@@ -110,7 +110,8 @@ class Reader:
             view = memoryview(blob)
             for at in range(0, len(blob), PIECE):
                 yield bytes(view[at : at + PIECE])
-        self._end(order.session)
+        if job.connection is connection:  # else the client has come back by another one
+            self._end(order.session)
 
     def leave(self, job: PrefillJob, connection: object) -> None:
         """A connection is over; a job that has no other one may be gone on with for a while."""

@@ -269,7 +269,8 @@ def test_a_reader_that_fails_is_told(
     module, _, name = what.rpartition(".")
     monkeypatch.setattr(getattr(reader, module) if module else reader, name, fails)
     with pytest.raises(
-        RemoteModelError, match="did not read the prompt: RuntimeError: out of.luck"
+        RemoteModelError,
+        match=r"^127\.0\.0\.1:\d+: .* did not read the prompt: RuntimeError: out of.luck",
     ):
         hand(kv.connect(server.address))
 
